@@ -23,6 +23,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from bench.interleave import interleave
 from bench.report import Report
 from strata.train.runner.experts import group_experts
+from strata.train.runner.lora.hooks import Adapters
 
 EXPERTS: Final = 64
 CHOSEN: Final = 8
@@ -85,7 +86,7 @@ class Layer:
 
 
 def grouped(module: Any) -> Forward:
-    group_experts(module, None)
+    group_experts(module, Adapters())
     return module  # type: ignore[no-any-return]
 
 

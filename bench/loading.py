@@ -30,7 +30,7 @@ from bench.interleave import interleave
 from bench.report import Report
 from strata.base.settings import process_environment
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.model.base import make_mesh, shard
+from strata.train.runner.mesh import make_mesh
 from strata.train.runner.model.loading import RankPart, build_skeleton, load_lm, load_sharded
 from strata.train.runner.model.startup_check import find_decoder
 from strata.train.runner.model.tiny import TinyModel, make
@@ -91,13 +91,13 @@ def peak_of(file: Path) -> float:
 
 def load(way: Way, model: str, ranks: RankGroup) -> PackedModel:
     settings = RunnerSettings(model=model, sleep_folder=Path(), dtype="bfloat16")
-    mesh = make_mesh(settings.parallel, ranks.size, ranks.device)
+    mesh = make_mesh(settings.parallel, ranks.shares, ranks.device, torch.bfloat16)
     made: list[PackedModel] = []
 
     def distribute(lm: torch.nn.Module) -> None:
         lm.requires_grad_(requires_grad=False)
-        made.append(PackedModel(lm, find_decoder(lm), None, LOGITS_BYTES))  # type: ignore[arg-type]
-        shard(made[0], torch.bfloat16, mesh)
+        made.append(PackedModel(lm, find_decoder(lm), mesh.stage, mesh.context, LOGITS_BYTES))  # type: ignore[arg-type]
+        mesh.shard(made[0])
 
     if way == "ours":
         load_sharded(model, torch.bfloat16, ranks.device, RankPart(distribute, ranks.size))

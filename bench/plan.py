@@ -202,7 +202,7 @@ def compute_pass(base: BaseModel, trained: TrainedModel, adapter: Adapter | None
     indices = torch.arange(tokens)
     spans = [Span(adapter, tokens)]
     row = PackedRow(tokens=content, documents=[tokens], spans=spans, logit_indices=indices, targets=content)
-    if base.adapters is not None and adapter is not None:
+    if adapter is not None:
         base.adapters.in_pass = [adapter]
     trained.begin()
     for number in range(1, rows + 1):

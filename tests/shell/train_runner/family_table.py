@@ -156,7 +156,7 @@ def _whole(gradient: torch.Tensor) -> torch.Tensor:
 
 def _uses(base: BaseModel, ranks: RankGroup) -> tuple[str, str, str]:
     """What can be adapted, whether it can be sampled, and why not."""
-    if base.adapters is None:
+    if base.settings.full:
         return "", "", ""
     kinds, reasons = [], []
     for kind in KINDS:

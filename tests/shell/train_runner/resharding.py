@@ -94,7 +94,7 @@ def _write(folder: Path, runner: ModelRunner) -> None:
     model = runner.models["m"]
     adapter = model.adapter if isinstance(model, LoraModel) else None
     row = row_of(data_rank(ranks, parallel), runner.base.vocabulary, adapter, ranks.device)
-    if runner.base.adapters is not None and adapter is not None:
+    if adapter is not None:
         runner.base.adapters.in_pass = [adapter]
     # The gradient of the last pass waits for a step.
     for number in range(3):

@@ -245,7 +245,6 @@ def compare(folder: Path, ranks: RankGroup, training: Training, mesh: str, dtype
         added = adapter.views(0.01 * torch.sin(torch.arange(adapter.size, dtype=torch.float64)))
         for name, value in adapter.values().items():
             value.add_(adapter.take_own(name, added[name]).to(ranks.device))
-        assert base.adapters is not None
         base.adapters.in_pass = [adapter]
         assert_held_once(adapter, base)
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
@@ -254,7 +253,7 @@ def compare(folder: Path, ranks: RankGroup, training: Training, mesh: str, dtype
     model = FullModel(create, base.packed, ranks) if adapter is None else LoraModel(create, adapter, ranks)
     values = whole_values(model, ranks) if isinstance(model, LoraModel) else {}
     oracle = Oracle(folder, adapter, values, DTYPES[dtype])
-    few = compare_one_token(base, model, oracle, ranks) if isinstance(model, LoraModel) and base.experts else 0.0
+    few = compare_one_token(base, model, oracle, ranks) if isinstance(model, LoraModel) and parallel.expert > 1 else 0.0
     expected = oracle.loss([packed_row(number, base.vocabulary, None) for number in range(len(DOCUMENTS))])
     model.begin()
     numbers = range(data_rank(ranks, parallel), len(DOCUMENTS), parallel.data_ranks(ranks.size))
@@ -268,7 +267,7 @@ def compare(folder: Path, ranks: RankGroup, training: Training, mesh: str, dtype
     own = values_of(model, ranks)
     if isinstance(model, LoraModel) and not model.adapter.is_whole:
         assert_steps_of_muon(base, model, numbers, ranks)
-    loss = total * base.is_first_of_row
+    loss = total * base.mesh.is_first_of_row
     return SplitParity(
         f"{folder.name} {training} {mesh}",
         abs(float(ranks.start_all_reduce(loss)()) - expected) / abs(expected),
@@ -297,9 +296,8 @@ def are_own_shards(base: BaseModel, ranks: RankGroup, whole: Mapping[str, torch.
 
 def compute_rows(base: BaseModel, rows: Sequence[PackedRow]) -> torch.Tensor:
     """Forward and backward in the order of the schedule; returns the sum of the losses."""
-    stage = 0 if base.stage is None else base.stage.number
     totals: dict[int, torch.Tensor] = {}
-    for step in plan_steps(base.settings.parallel.pipeline, stage, len(rows)):
+    for step in plan_steps(base.settings.parallel.pipeline, base.mesh.stage.number, len(rows)):
         if step.is_backward:
             totals[step.row].backward()  # type: ignore[no-untyped-call]
         else:
@@ -332,14 +330,14 @@ def whole_values(model: LoraModel, ranks: RankGroup) -> dict[str, torch.Tensor]:
 def assert_held_once(adapter: Adapter, base: BaseModel) -> None:
     """Each rank of an expert group holds its part of the experts, each rank of a tensor group its part of the layers
     that the group splits, and all hold the same values of all other layers of their stage."""
-    stage = base.stage
+    stage = base.mesh.stage
     sizes = [
         math.prod(shape) // _parts_of(name, shape, base)
         for name, shape in adapter.shapes.items()
-        if stage is None or stage.computes(name.rpartition(".")[0])
+        if stage.computes(name.rpartition(".")[0])
     ]
-    assert stage is None or 0 < sum(sizes) < adapter.size
-    assert base.tensor is None or sum(sizes) < 0.9 * adapter.size
+    assert stage.is_only or 0 < sum(sizes) < adapter.size
+    assert base.mesh.tensor.size == 1 or sum(sizes) < 0.9 * adapter.size
     adapter.begin()
     for blocks in ([block.flat for block in adapter.blocks], adapter.take()):
         assert sum(sizes) <= sum(map(len, blocks)) < sum(sizes) + 3 * GROUP_RANKS
@@ -370,7 +368,6 @@ def assert_steps_of_muon(base: BaseModel, trained: LoraModel, numbers: Sequence[
         value.copy_(adapter.take_own(name, whole[name]))
         assert value.ndim == 3 or value.shape == adapter.shapes[name]
     model = LoraModel(ops.CreateModel("muon", "tiny", adapter.config, optimizer="muon"), adapter, ranks)
-    assert base.adapters is not None
     base.adapters.in_pass = [adapter]
     model.begin()
     compute_rows(base, [packed_row(number, base.vocabulary, adapter, ranks.device) for number in numbers])

@@ -80,7 +80,7 @@ def test_output_and_all_gradients_are_those_of_the_unmodified_module(family: str
     experts = experts_of(family)
     inputs, parameters = routed(experts, unused=unused), dict(experts.named_parameters())
     theirs = with_gradients(experts, inputs, parameters)
-    group_experts(experts, None)
+    group_experts(experts, Adapters())
     assert_close(with_gradients(experts, inputs, parameters), theirs)
 
 
@@ -118,7 +118,8 @@ def test_adapters_add_what_their_definition_says(family: str, spans: Sequence[in
 
     inputs = routed(experts)
     theirs = with_gradients(by_definition, inputs, leaves)
-    adapters = Adapters(holder)
+    adapters = Adapters()
+    adapters.add_hooks(holder)
     adapters.row = [Span(adapter, length) for adapter, length in zip(chosen, spans, strict=True)]
     group_experts(holder, adapters)
     assert_close(with_gradients(experts, inputs, leaves), theirs)
@@ -129,7 +130,7 @@ def test_no_number_is_read_by_the_host(family: str) -> None:
     """On a device, each would wait for everything that was started before."""
     experts = experts_of(family)
     inputs, parameters = routed(experts), dict(experts.named_parameters())
-    group_experts(experts, None)
+    group_experts(experts, Adapters())
     with Dispatched() as dispatched:
         with_gradients(experts, inputs, parameters)
     assert dispatched.count("grouped_mm") > 0

@@ -17,6 +17,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from torch.distributed.device_mesh import DeviceMesh
 
 from strata.base.errors import Code, StrataError
 from strata.base.settings import process_environment
@@ -130,6 +131,15 @@ class ShareGroup:
 ALONE: Final = ShareGroup(0, 1)
 
 
+class MeshGroup:
+    """The ranks of one dimension of a mesh, which compute together; without one, this rank alone."""
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        self.rank, self.size = 0, 1
+        if mesh is not None:
+            self.rank, self.size, self.mesh, self.group = mesh.get_local_rank(), mesh.size(), mesh, mesh.get_group()
+
+
 class RankGroup:
     """This rank among the others. Every method that communicates is called by all of them, in the same order."""
 
@@ -142,16 +152,6 @@ class RankGroup:
         self.shares = ShareGroup(self.rank, self.size)
         """All ranks."""
         self._idle = dist.new_group(backend="gloo", timeout=IDLE)
-
-    def make_holders(self, stage: ShareGroup, spread: int) -> ShareGroup:
-        """The ranks of this rank's stage that hold the same as it, if groups of so many adjacent ranks hold different
-        parts of something: those at the same place in their groups. All ranks of all stages call it together."""
-        if spread == stage.size:
-            return ALONE
-        firsts = [first + place for first in range(0, self.size, stage.size) for place in range(spread)]
-        holders = [list(range(first, first // stage.size * stage.size + stage.size, spread)) for first in firsts]
-        group, _ = dist.new_subgroups_by_enumeration(holders)  # type: ignore[no-untyped-call]
-        return ShareGroup(stage.rank // spread, stage.size // spread, group)
 
     @property
     def is_rank0(self) -> bool:

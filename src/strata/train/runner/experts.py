@@ -75,7 +75,7 @@ class TokenGroup(Protocol):
 
 
 def group_experts(
-    model: nn.Module, adapters: Adapters | None, plan: PlanDispatch | None = None, group: TokenGroup | None = None
+    model: nn.Module, adapters: Adapters, plan: PlanDispatch | None = None, group: TokenGroup | None = None
 ) -> None:
     """Replace the loops over experts in a model. With `plan`, this rank holds some of the experts only. With `group`,
     other ranks have the same tokens."""
@@ -145,7 +145,7 @@ class _OwnExperts:
 
 
 def _grouped_forward(
-    name: str, experts: Any, adapters: Adapters | None, plan: PlanDispatch | None, group: TokenGroup | None
+    name: str, experts: Any, adapters: Adapters, plan: PlanDispatch | None, group: TokenGroup | None
 ) -> Any:
     count = experts.gate_up_proj.shape[0]
 
@@ -159,14 +159,13 @@ def _grouped_forward(
         if plan is None:
             routing = _route(routed, count)
             return routing, _OwnExperts(routing, list(_adapted_pairs(routing, spans, name)))
-        in_pass = () if adapters is None else adapters.in_pass
-        kinds = len(in_pass) + 1
-        routing = _route(routed * kinds + _adapter_numbers(spans, in_pass, routed), count * kinds)
-        return routing, plan(routing.ends, in_pass)
+        kinds = len(adapters.in_pass) + 1
+        routing = _route(routed * kinds + _adapter_numbers(spans, adapters.in_pass, routed), count * kinds)
+        return routing, plan(routing.ends, adapters.in_pass)
 
     def forward(hidden: torch.Tensor, routed: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`hidden` is (tokens, dimensions); `routed` and `weights` are (tokens, experts per token)."""
-        tokens, spans = len(hidden), () if adapters is None else adapters.row
+        tokens, spans = len(hidden), adapters.row
         if group is not None:
             hidden, routed, weights = map(group.take_tokens, (hidden, routed, weights))
             spans = group.take_spans(spans, tokens)

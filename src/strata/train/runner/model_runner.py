@@ -183,7 +183,7 @@ class ModelRunner:
         model = FullModel(operation, self.base.packed, self.ranks)
         if self._base_modified:
             with self.ranks.collective_errors():
-                weights = formats.read_shards_of(self.settings.model, model, self.base)
+                weights = formats.read_own_shards(self.settings.model, model.parameters, self.base)
             formats.install_weights(weights, model)
             self._base_modified = False
         return model

@@ -70,7 +70,7 @@ class RunnerDispatcher:
         self._link = link
         self._group = group
         """Identifies this start of the ranks."""
-        self._data_ranks = runner.settings.parallel.data_ranks(ranks.size)
+        self._data_ranks = runner.base.mesh.data_ranks
         self._generation = 0
         self._run_id: str | None = None
         self._applied = 0

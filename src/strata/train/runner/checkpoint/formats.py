@@ -123,7 +123,7 @@ def full_parameters(folder: Path, base: BaseModel) -> dict[str, torch.Tensor]:
         state = shards.empty_like({name: parameter.detach() for name, parameter in live.items()})
         shards.fill(folder, state)
         return state
-    own = _read_own_shards(str(folder), live, base)
+    own = read_own_shards(str(folder), live, base)
     return {name: sharded_like(parameter, shard) for (name, parameter), shard in zip(live.items(), own, strict=True)}
 
 
@@ -243,7 +243,7 @@ def gather_weights_of(
     for name in names:
         parameter = model.parameters.get(name)
         full = None if parameter is None else parameter.full_tensor().detach()
-        if base.stage is not None:
+        if not base.mesh.stage.is_only:
             full = ranks.send_to_rank0(full, base.all_stages.get_parameter(name))
         if ranks.is_rank0:
             assert full is not None
@@ -274,7 +274,7 @@ def read_full(folder: Path, model: FullModel, base: BaseModel, *, optimizer: boo
     elif optimizer:
         raise StrataError(Code.INVALID, f"{folder.name!r} holds no optimizer state")
     else:
-        weights = read_shards_of(str(folder), model, base)
+        weights = read_own_shards(str(folder), model.parameters, base)
 
     def install() -> None:
         install_weights(weights, model)
@@ -283,12 +283,8 @@ def read_full(folder: Path, model: FullModel, base: BaseModel, *, optimizer: boo
     return install
 
 
-def read_shards_of(path: str, model: FullModel, base: BaseModel) -> list[torch.Tensor]:
+def read_own_shards(path: str, parameters: Mapping[str, DTensor], base: BaseModel) -> list[torch.Tensor]:
     """This rank's shard of every weight of a full model in Hugging Face's format."""
-    return _read_own_shards(path, model.parameters, base)
-
-
-def _read_own_shards(path: str, parameters: Mapping[str, DTensor], base: BaseModel) -> list[torch.Tensor]:
     like = next(iter(parameters.values()))
     shards_of_weight = mesh_size(like, "shard")
 

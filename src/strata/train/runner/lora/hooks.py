@@ -27,14 +27,16 @@ class Adapters:
     """The forward hooks in the base, and the spans of the row that they compute. They are set again when the backward
     pass of the row begins: layers that are recomputed in it must add the same."""
 
-    def __init__(self, model: nn.Module, wrap: Callable[[Any], Any] = lambda hook: hook) -> None:
-        """`wrap` is applied to each hook."""
+    def __init__(self) -> None:
         self.row: Sequence[Span] = ()
         self.head_row: Sequence[Span] = ()
         """The spans of the tokens whose logits are computed: the row or a chunk of it."""
         self.in_pass: Sequence[Adapter] = ()
         """Those of the rows of all ranks, in the same order on every rank. Only ranks that compute experts for each
         other need to know them."""
+
+    def add_hooks(self, model: nn.Module, wrap: Callable[[Any], Any] = lambda hook: hook) -> None:
+        """`wrap` is applied to each hook."""
         for name, module in model.named_modules():
             if kind_of(name) is not None and linear_shape(module) is not None:
                 # First of all: outputs of a layer that is split over ranks are summed or gathered after it.

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from strata.base.errors import Code, StrataError
-from strata.train.runner.model.attention_kernels import AttentionTerms, Reach, attend_documents
-from strata.train.runner.model.context_parallel import ContextParallel
+from strata.train.runner.model.attention_kernels import AttentionTerms, Reach
+from strata.train.runner.model.context_parallel import WHOLE_ROWS, ContextParallel
 
 ATTENTION: Final = "strata_documents"
 COMPUTED: Final = frozenset({"scaling", "softcap", "s_aux"})
@@ -116,11 +116,10 @@ def document_attention(
     """(batch, heads, tokens, dimensions) in, tokens before heads out. In a context group the tokens are a slice of the
     row that has these documents."""
     del module
-    context: ContextParallel | None = options.pop("context", None)
+    context: ContextParallel = options.pop("context", WHOLE_ROWS)
     states, terms = (query, key, value), terms_of(attention_mask, options)
     lengths = documents.lengths if documents is not None else [query.shape[2]]
-    attend = attend_documents if context is None else context.attend
-    return attend(states, lengths, terms), None
+    return context.attend(states, lengths, terms), None
 
 
 AttentionInterface.register(ATTENTION, document_attention)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,16 +10,7 @@ from typing import Final
 
 import msgspec
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import FSDPModule
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -28,18 +18,13 @@ from strata.base.errors import Code, StrataError
 from strata.train.combinations import check_combination
 from strata.train.core.commands import ModelInfo
 from strata.train.core.model_options import LoraConfig, OptimizerName
-from strata.train.parallel import ParallelSettings
-from strata.train.runner.collectives import ALONE, RankGroup
-from strata.train.runner.experts import group_experts
-from strata.train.runner.lora.adapter import Adapter, AdapterPlacement, LoraPart
-from strata.train.runner.lora.hooks import Adapters
-from strata.train.runner.lora.targets import LoraTarget, is_experts, require_targets, targets_of
+from strata.train.runner.collectives import RankGroup
+from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.lora.targets import require_targets, targets_of
+from strata.train.runner.mesh import blocks_of, make_mesh
 from strata.train.runner.model.attention import ATTENTION
 from strata.train.runner.model.compiled import compile_layers, keep_uncompiled, prepare_compiling
-from strata.train.runner.model.context_parallel import ContextParallel
-from strata.train.runner.model.expert_parallel import ExpertParallel
 from strata.train.runner.model.loading import RankPart, build_skeleton, load_lm, load_sharded, tie_skeleton
-from strata.train.runner.model.pipeline_parallel import PipelineStage
 from strata.train.runner.model.process_memory import free_bytes, release_memory
 from strata.train.runner.model.quantised import replace_layers
 from strata.train.runner.model.startup_check import (
@@ -48,7 +33,6 @@ from strata.train.runner.model.startup_check import (
     unsupported_errors,
     verify_packing,
 )
-from strata.train.runner.model.tensor_parallel import TensorParallel
 from strata.train.runner.passes.logprobs import PackedModel, PackedRow
 from strata.train.runner.settings import RunnerSettings
 from strata.train.settings import check_quantise_package
@@ -94,38 +78,21 @@ class BaseModel:
             # A frozen base that is small is not sharded: every rank has all of it, and no pass has to gather it.
             is_small = size <= settings.replicated_bytes and not settings.offload
             is_replicated = not settings.full and settings.parallel.may_replicate and is_small
-            self.stage = self._make_stage(ranks)
-            self.has_results = self.stage is None or self.stage.is_last
-            """Whether this rank computes log probabilities, and not only what the next stage needs for them."""
-            self.is_first_of_row = self.has_results and ranks.rank % settings.parallel.row_ranks == 0
-            """Whether this rank stands for those that compute its rows together with it."""
-            self.tensor: TensorParallel | None = None
-            self.experts: ExpertParallel | None = None
+            self.mesh = make_mesh(settings.parallel, ranks.shares, ranks.device, DTYPES[settings.dtype])
             self.packed = self._load_replicated(ranks) if is_replicated else self._load_sharded(ranks)
-            self.lm = self.packed.lm
-            self._placement = self._place_adapters(ranks)
-            self.all_stages = self.lm if self.stage is None else tie_skeleton(skeleton, settings.model)
+            self.lm, self.adapters = self.packed.lm, self.packed.adapters
+            self.all_stages = self.lm if self.mesh.stage.is_only else tie_skeleton(skeleton, settings.model)
             """The model with the modules of all stages. It may have no memory."""
-            if (context_mesh := make_context_mesh(settings.parallel, ranks.size, ranks.device)) is not None:
-                self.packed.context = ContextParallel(context_mesh)
             # The reference has to be computed before the model gets its hooks.
             reference = compute_reference(self._unmodified_logits, self.vocabulary, ranks.device)
-            self.adapters = self._add_hooks(self.lm)
-            self.packed.adapters = self.adapters
+            self._add_hooks(self.lm)
             verify_packing(reference, self._shared_logprobs, settings.dtype)
-            if self.adapters is not None:
+            if not settings.full:
                 require_targets(self.all_stages)
-
-    def _make_stage(self, ranks: RankGroup) -> PipelineStage | None:
-        parallel = self.settings.parallel
-        if parallel.pipeline == 1:
-            return None
-        return PipelineStage(parallel, ranks.rank, ranks.size, DTYPES[self.settings.dtype])
 
     def cut(self, lm: PreTrainedModel) -> None:
         """Leave the modules of this rank's stage, if there are stages."""
-        if self.stage is not None:
-            self.stage.cut(lm, self.decoder)
+        self.mesh.stage.cut(lm, self.decoder)
 
     def _load_replicated(self, ranks: RankGroup) -> PackedModel:
         with ranks.collective_errors():
@@ -135,7 +102,10 @@ class BaseModel:
             # What was loaded lies in the file's own pages, and a server that sleeps could not give them back.
             parameter.data = parameter.data.clone()
         lm.requires_grad_(requires_grad=False)
-        return PackedModel(lm, self.decoder, None, self.settings.logits_bytes)
+        return self._pack(lm)
+
+    def _pack(self, lm: PreTrainedModel) -> PackedModel:
+        return PackedModel(lm, self.decoder, self.mesh.stage, self.mesh.context, self.settings.logits_bytes)
 
     def _load_whole(self, device: torch.device) -> PreTrainedModel:
         path, quantise = self.settings.model, self.settings.quantise
@@ -145,65 +115,42 @@ class BaseModel:
 
     def _load_sharded(self, ranks: RankGroup) -> PackedModel:
         """Each rank reads its shards and nothing else. The model is sharded before it has memory."""
-        mesh = make_mesh(self.settings.parallel, ranks.size, ranks.device)
-        tensor = TensorParallel(mesh["tensor"]) if self.settings.parallel.tensor > 1 else None
-        assert mesh.mesh_dim_names is not None
-        expert_mesh = make_expert_mesh(self.settings.parallel, ranks.size, ranks.device)
-        experts = ExpertParallel(expert_mesh["expert"]) if expert_mesh is not None else None
         packed: PackedModel | None = None
 
         def distribute(lm: PreTrainedModel) -> None:
             nonlocal packed
             if not self.settings.full:
                 lm.requires_grad_(requires_grad=False)
-            if tensor is not None:
-                tensor.split(lm)
-            packed = PackedModel(lm, self.decoder, None, self.settings.logits_bytes)
-            packed.stage = self.stage
-            if experts is not None:
-                experts.split(lm)
-            elif tensor is not None and any(map(is_experts, lm.modules())):
-                raise StrataError(Code.UNSUPPORTED, "a tensor group splits no experts: set parallel.expert")
-            shard(packed, DTYPES[self.settings.dtype], mesh, expert_mesh, offload=self.settings.offload)
+            self.mesh.split(lm)
+            packed = self._pack(lm)
+            self.mesh.shard(packed, offload=self.settings.offload)
 
         with ranks.collective_errors():
-            shards = mesh.size(mesh.mesh_dim_names.index("shard"))
             path, quantise = self.settings.model, self.settings.quantise
-            part = RankPart(distribute, shards, self.cut)
+            part = RankPart(distribute, self.settings.parallel.shards(ranks.size), self.cut)
             device = torch.device("cpu") if self.settings.offload else ranks.device
             lm = load_sharded(path, self.storage_dtype, device, part, quantise)
         if self.settings.offload:
             move_buffers(lm, ranks.device)
         assert packed is not None
-        self.tensor, self.experts = tensor, experts
         return packed
 
-    def _add_hooks(self, lm: PreTrainedModel) -> Adapters | None:
+    def _add_hooks(self, lm: PreTrainedModel) -> None:
         if not lm._can_set_attn_implementation():
             raise StrataError(Code.UNSUPPORTED, "its attention is not one that can be replaced")
         lm.set_attn_implementation(ATTENTION)
         compiles = self.settings.compile_folder is not None
-        adapters = None if self.settings.full else Adapters(lm, keep_uncompiled if compiles else lambda hook: hook)
-        group_experts(lm, adapters, None if self.experts is None else self.experts.dispatch, self.tensor)
+        if not self.settings.full:
+            self.adapters.add_hooks(lm, keep_uncompiled if compiles else lambda hook: hook)
+        self.mesh.group_experts(lm, self.adapters)
         if compiles:
             compile_layers(blocks_of(lm))
-        if adapters is not None and (self.stage is None or self.stage.is_first):
+        if not self.settings.full and self.mesh.stage.is_first:
             # Then every layer takes part in the backward pass of every rank, whichever adapters its row has. Each layer
             # has a collective in the backward pass; a rank that left one out would wait for the others for ever.
             lm.enable_input_require_grads()  # type: ignore[no-untyped-call]
         if self.settings.activation_checkpointing:
             checkpoint_layers(lm, every=int(self.settings.activation_checkpointing))
-        return adapters
-
-    def _place_adapters(self, ranks: RankGroup) -> AdapterPlacement:
-        parallel, stage = self.settings.parallel, self.stage
-        shares = ranks.shares if stage is None else stage.shares
-        of_parts = ALONE if self.tensor is None else ranks.make_holders(shares, parallel.tensor)
-        if stage is not None:
-            part_of = partial(_stage_part, stage, self.tensor)
-            return AdapterPlacement(part_of, shares, part_holders=of_parts, is_staged=True)
-        of_experts = ALONE if self.experts is None else ranks.make_holders(shares, parallel.expert)
-        return AdapterPlacement(partial(lora_part, self.tensor, self.experts), shares, of_experts, of_parts)
 
     def new_adapter(
         self,
@@ -214,15 +161,15 @@ class BaseModel:
     ) -> Adapter:
         """An adapter for passes of this model. INVALID if the model does not have what is to be trained. Muon steps on
         whole matrices: each rank then holds those of split layers in full."""
-        placement = self._placement if optimizer == "adamw" else replace(self._placement, part_holders=None)
+        placement = self.mesh.adapters if optimizer == "adamw" else replace(self.mesh.adapters, part_holders=None)
         return Adapter(config, targets_of(self.all_stages, config), device, dtype, placement)
 
     def new_sampled_adapter(self, config: LoraConfig, device: torch.device) -> Adapter:
         """An adapter to sample with: each rank computes all layers, and holds the same experts as in passes. Ranks that
         are stages do not sample."""
-        assert self.stage is None
-        placement = replace(self._placement, part_of=partial(lora_part, None, self.experts))
-        return Adapter(config, targets_of(self.all_stages, config), device, placement=placement)
+        assert self.mesh.stage.is_only
+        targets = targets_of(self.all_stages, config)
+        return Adapter(config, targets, device, placement=self.mesh.sampled_adapters)
 
     def copy_for_sampling(self, adapter: Adapter) -> Adapter:
         """A copy of an adapter as it is now, to sample with. All ranks call it together: the parts of layers that are
@@ -231,8 +178,7 @@ class BaseModel:
         if adapter.split is None:
             copy.install([block.flat for block in adapter.blocks])
             return copy
-        assert self.tensor is not None
-        gathered = [adapter.split.views(flat) for flat in self.tensor.gather_parts(adapter.split.flat)]
+        gathered = [adapter.split.views(flat) for flat in self.mesh.tensor.gather(adapter.split.flat)]
         dimensions = {tensor.name: tensor.dimension for tensor in adapter.split.tensors}
         held = adapter.values()
         for name, value in copy.values().items():
@@ -244,32 +190,26 @@ class BaseModel:
 
     def logprobs(self, row: PackedRow) -> torch.Tensor:
         """Log probabilities of a packed row. All ranks call this together, those of a tensor or context group, and
-        peers in other stages, with the same row. On other stages than the last (`has_results`), zeros.
+        peers in other stages, with the same row. On other stages than the last, zeros.
 
         Without a backward pass, which would reshard them, gathered weights are resharded here; they would be stale
         after the next optimizer step.
         """
-        context, count, own = self.packed.context, len(row.targets), slice(None)
-        if context is not None:
-            row, own = row.slice_for(context.rank, context.size)
-        if self.adapters is not None:
-            self.adapters.row = row.spans
+        context, count = self.mesh.context, len(row.targets)
+        row, own = row.slice_for(context.rank, context.size)
+        self.adapters.row = row.spans
         logprobs = self.packed(row)
-        if self.adapters is not None and logprobs.requires_grad:
+        if logprobs.requires_grad:
             logprobs.register_hook(partial(self.adapters.restore_row, row.spans))
         if not torch.is_grad_enabled():
             self._reshard()
         assert isinstance(logprobs, torch.Tensor)
-        if context is None or not self.has_results:
-            return logprobs
-        return context.join(logprobs, own, count)
+        return context.join(logprobs, own, count) if self.mesh.stage.is_last else logprobs
 
     def _shared_logprobs(self, row: PackedRow) -> torch.Tensor:
         """Log probabilities on all stages, so that all of them decide alike."""
         logprobs = self.logprobs(row)
-        if self.stage is None:
-            return logprobs
-        return self.stage.share(logprobs if self.has_results else logprobs.new_zeros(len(row.targets)))
+        return self.mesh.stage.share(logprobs if self.mesh.stage.is_last else logprobs.new_zeros(len(row.targets)))
 
     def reduce_gradients(self, *, enabled: bool) -> None:
         """Sets whether the next backward pass reduces gradients over the ranks, or leaves its own to a later one.
@@ -281,10 +221,7 @@ class BaseModel:
             self.packed.set_requires_gradient_sync(enabled)
 
     def _unmodified_logits(self, document: torch.Tensor) -> torch.Tensor:
-        with contextlib.ExitStack() as stack:
-            for split in (self.tensor, self.experts):
-                if split is not None:
-                    stack.enter_context(split.unsplit())
+        with self.mesh.tensor.unsplit(), self.mesh.experts.unsplit():
             logits = self.packed.unmodified_logits(document)
         self._reshard()
         return logits
@@ -345,99 +282,10 @@ def checkpoint_layers(lm: PreTrainedModel, every: int) -> None:
                     setattr(module, name, 0.0)
 
 
-def lora_part(tensor: TensorParallel | None, experts: ExpertParallel | None, target: LoraTarget) -> LoraPart:
-    """Returns what this rank computes of a layer, and so of its adapter."""
-    split = experts if target.experts else tensor
-    return LoraPart() if split is None else split.lora_part(target)
-
-
-def _stage_part(stage: PipelineStage, tensor: TensorParallel | None, target: LoraTarget) -> LoraPart | None:
-    return lora_part(tensor, None, target) if stage.computes(target.name) else None
-
-
-def make_mesh(parallel: ParallelSettings, ranks: int, device: torch.device) -> DeviceMesh:
-    """The ranks of a stage in order: those of a tensor group are adjacent, and those of a copy of the model. A mesh
-    without tensor groups has no dimension for them, and one with a single copy none for copies. Ranks of a context
-    group shard the model as others do."""
-    sizes = {"replicate": parallel.replicate, "shard": parallel.shards(ranks), "tensor": parallel.tensor}
-    return _make_stage_mesh(
-        parallel, {name: size for name, size in sizes.items() if size > 1 or name == "shard"}, device
-    )
-
-
-def _make_stage_mesh(parallel: ParallelSettings, sizes: Mapping[str, int], device: torch.device) -> DeviceMesh:
-    """A mesh of these sizes in each stage."""
-    stages = {"pipeline": parallel.pipeline} if parallel.pipeline > 1 else {}
-    mesh = init_device_mesh(device.type, (*stages.values(), *sizes.values()), mesh_dim_names=(*stages, *sizes))
-    return mesh[tuple(sizes)] if stages else mesh
-
-
-def make_context_mesh(parallel: ParallelSettings, ranks: int, device: torch.device) -> DeviceMesh | None:
-    """The context group of this rank: adjacent ranks, or those of adjacent tensor groups that have the same part of a
-    layer. None if there are no groups."""
-    if parallel.context == 1:
-        return None
-    sizes = {"rows": parallel.data_ranks(ranks), "context": parallel.context, "tensor": parallel.tensor}
-    return _make_stage_mesh(parallel, sizes, device)["context"]
-
-
-def make_expert_mesh(parallel: ParallelSettings, ranks: int, device: torch.device) -> DeviceMesh | None:
-    """The same ranks as the experts are spread over them: those of an expert group are adjacent, and are those of one
-    tensor group or of several. None if there are no groups."""
-    replicate, expert = parallel.replicate, parallel.expert
-    if expert == 1:
-        return None
-    sizes = {"replicate": replicate, "shard": ranks // (replicate * expert), "expert": expert}
-    sizes = {name: size for name, size in sizes.items() if size > 1 or name != "replicate"}
-    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
 def move_buffers(lm: PreTrainedModel, device: torch.device) -> None:
     for module in lm.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
-
-
-def shard(
-    packed: PackedModel,
-    compute: torch.dtype,
-    mesh: DeviceMesh,
-    expert_mesh: DeviceMesh | None = None,
-    *,
-    offload: bool = False,
-) -> None:
-    """Shard a model (FSDP), whose weights may be split over tensor or expert groups, over the rest of its mesh. With
-    `offload`, shards and their gradients are in the memory of the host."""
-    reduce = torch.promote_types(compute, torch.float32)
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
-    if expert_mesh is not None:
-        for module in list(packed.lm.modules()):
-            if is_experts(module):
-                fully_shard(module, mesh=_mesh_without(expert_mesh, "expert"), mp_policy=policy)
-    sharding = _mesh_without(mesh, "tensor")
-    host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
-    for module in blocks_of(packed.lm):
-        fully_shard(module, mesh=sharding, mp_policy=policy, offload_policy=host)
-    fully_shard(packed, mesh=sharding, mp_policy=policy, offload_policy=host)
-    register_fsdp_forward_method(packed, PackedModel.unmodified_logits.__name__)
-    for module in packed.modules():
-        if isinstance(module, FSDPModule):
-            # FSDP would average over the ranks. A loss is a sum, so its gradient is one too.
-            module.set_gradient_divide_factor(1.0)
-            # A plain sum, which every backend supports.
-            module.set_force_sum_reduction_for_comms(enable=True)
-
-
-def _mesh_without(mesh: DeviceMesh, dimension: str) -> DeviceMesh:
-    assert mesh.mesh_dim_names is not None
-    return mesh[tuple(name for name in mesh.mesh_dim_names if name != dimension)]
-
-
-def blocks_of(lm: PreTrainedModel) -> list[nn.Module]:
-    """The modules whose weights are gathered together: the layers of the model. All other weights are one group."""
-    names = set(lm._no_split_modules or ())
-    # A module that is sharded is of a class derived from its own.
-    return [module for module in lm.modules() if any(kind.__name__ in names for kind in type(module).__mro__)]
 
 
 def load_base(settings: RunnerSettings, ranks: RankGroup) -> BaseModel:

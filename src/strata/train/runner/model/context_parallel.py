@@ -14,29 +14,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from strata.base.errors import Code, StrataError
-from strata.train.runner.collectives import exchange_rows
+from strata.train.runner.collectives import MeshGroup, exchange_rows
 from strata.train.runner.model.attention_kernels import AttentionTerms, States, attend_documents
 
 
-class ContextParallel:
-    """All ranks of the group call the model together, with the same row."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.rank = mesh.get_local_rank()
-        self.size = mesh.size()
-        self._group = mesh.get_group()
+class ContextParallel(MeshGroup):
+    """All ranks of the group call the model together, with the same row. A rank alone has whole rows."""
 
     def attend(self, states: States, lengths: Sequence[int], terms: AttentionTerms) -> torch.Tensor:
         """Attends from this rank's tokens and all heads to the same. `lengths` are those of the documents of the
         row."""
+        if self.size == 1:
+            return attend_documents(states, lengths, terms)
         heads = states[0].shape[1]
         if heads % self.size:
             raise StrataError(Code.UNSUPPORTED, f"parallel.context {self.size} does not divide its {heads} heads")
@@ -46,7 +42,9 @@ class ContextParallel:
 
     def join(self, logprobs: torch.Tensor, own: slice, count: int) -> torch.Tensor:
         """The log probabilities of all targets of a row, from those of each rank's slice of it."""
-        return _Join.apply(logprobs, own, count, self._group)  # type: ignore[no-any-return, no-untyped-call]
+        if self.size == 1:
+            return logprobs
+        return _Join.apply(logprobs, own, count, self.group)  # type: ignore[no-any-return, no-untyped-call]
 
     def _gather_tokens(self, states: States) -> States:
         """All tokens, and this rank's heads of them, in one exchange."""
@@ -72,7 +70,10 @@ class ContextParallel:
 
     def _exchange(self, rows: torch.Tensor) -> torch.Tensor:
         """One row to each rank, and one from each."""
-        return exchange_rows(rows, [1] * self.size, [1] * self.size, self._group)
+        return exchange_rows(rows, [1] * self.size, [1] * self.size, self.group)
+
+
+WHOLE_ROWS: Final = ContextParallel()
 
 
 class _Join(torch.autograd.Function):

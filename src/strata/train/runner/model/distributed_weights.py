@@ -11,21 +11,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
+
+from strata.train.runner.collectives import MeshGroup
 
 LocalWeight = Callable[[str, DTensor], torch.Tensor]
 """What a rank computes with, by the name of the weight in its module and the weight."""
 
 
-class SplitModel:
-    """A model whose weights, or some of them, are split over a group of ranks."""
+class SplitModel(MeshGroup):
+    """A model whose weights, or some of them, are split over a group of ranks. A rank alone has all of them."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
-        self._group = mesh.get_group()
-        self._whole = False
+    _whole = False
 
     @contextmanager
     def unsplit(self) -> Iterator[None]:
@@ -35,6 +35,12 @@ class SplitModel:
             yield
         finally:
             self._whole = False
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """The flat tensors of all ranks of the group, which are equally long, as rows in the order of the ranks."""
+        gathered = own.new_empty(self.size * len(own))
+        dist.all_gather_single(gathered, own, group=self.group)
+        return gathered.view(self.size, -1)
 
 
 def distribute_weight(weight: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:

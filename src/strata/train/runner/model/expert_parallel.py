@@ -10,7 +10,7 @@ receives. The number of pairs that each rank sends is told by expert and adapter
 each pair; all ranks number the adapters of a pass alike (`Adapters.in_pass`).
 
 An expert's weights are split over the group before FSDP shards them further, over the ranks that hold the same experts.
-These ranks also share the gradients and the moments of the experts' adapters (`RankGroup.make_holders`).
+These ranks also share the gradients and the moments of the experts' adapters (`AdapterPlacement.holders`).
 """
 
 from __future__ import annotations
@@ -91,30 +91,30 @@ class ExpertParallel(SplitModel):
             raise StrataError(Code.UNSUPPORTED, "it has no experts that can be split")
         for module in modules:
             for name, weight in list(module.named_parameters(recurse=False)):
-                setattr(module, name, distribute_weight(weight, self._mesh, Shard(0)))
+                setattr(module, name, distribute_weight(weight, self.mesh, Shard(0)))
             compute_locally(module, self._local)
 
     def lora_part(self, target: LoraTarget) -> LoraPart:
         """The adapters of the experts that this rank holds."""
-        each = target.experts // self._mesh.size()
-        first = self._mesh.get_local_rank() * each
+        if self.size == 1:
+            return LoraPart()
+        each = target.experts // self.size
+        first = self.rank * each
         return LoraPart(experts=range(first, first + each))
 
     def gather_experts(self, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors of all experts, from those that each rank of the group holds, in one collective."""
-        flat = torch.cat([each.reshape(-1) for each in own])
-        gathered = flat.new_empty(self._mesh.size() * len(flat))
-        dist.all_gather_single(gathered, flat, group=self._group)
-        parts = torch.split(gathered.view(self._mesh.size(), -1), [each.numel() for each in own], dim=1)
+        gathered = self.gather(torch.cat([each.reshape(-1) for each in own]))
+        parts = torch.split(gathered, [each.numel() for each in own], dim=1)
         return [part.reshape(-1, *each.shape[1:]) for part, each in zip(parts, own, strict=True)]
 
     def dispatch(self, ends: torch.Tensor, adapters: Sequence[Adapter]) -> ExpertDispatch:
         """Dispatches pairs that are sorted by expert, and those of an expert by adapter: first those without one.
         `ends` are after the last pair of each."""
-        ranks, kinds = self._mesh.size(), len(adapters) + 1
+        ranks, kinds = self.size, len(adapters) + 1
         counts = torch.diff(ends.to(torch.int64), prepend=ends.new_zeros(1, dtype=torch.int64))
         incoming = torch.empty_like(counts)
-        dist.all_to_all_single(incoming, counts, group=self._group)
+        dist.all_to_all_single(incoming, counts, group=self.group)
         by_rank = incoming.view(ranks, -1, kinds)
         sizes = self._read_sizes(counts.view(ranks, -1).sum(dim=1), by_rank.sum(dim=(1, 2)), by_rank.sum(dim=(0, 1)))
         groups = torch.arange(by_rank.shape[1] * kinds, device=ends.device).repeat(ranks)
@@ -122,7 +122,7 @@ class ExpertParallel(SplitModel):
         order = torch.argsort(group, stable=True)
         by_expert = by_rank.sum(dim=0)
         return _Dispatch(
-            self._group,
+            self.group,
             sizes.sent,
             sizes.received,
             order,

@@ -14,7 +14,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -42,27 +42,18 @@ from strata.train.plan.memory_plan import (
     cache_numbers,
 )
 from strata.train.plan.quantisation import saved_bytes
-from strata.train.runner.experts import group_experts
+from strata.train.runner.collectives import MeshGroup, ShareGroup
 from strata.train.runner.lora.adapter import Adapter, AdapterPlacement, LoraPart
-from strata.train.runner.lora.hooks import Adapters, Span
+from strata.train.runner.lora.hooks import Span
 from strata.train.runner.lora.targets import LoraTarget, is_experts, targets_of
+from strata.train.runner.mesh import blocks_of, make_mesh
 from strata.train.runner.model.attention import ATTENTION
-from strata.train.runner.model.base import (
-    DTYPES,
-    blocks_of,
-    checkpoint_layers,
-    lora_part,
-    make_context_mesh,
-    make_expert_mesh,
-    make_mesh,
-    shard,
-)
-from strata.train.runner.model.context_parallel import ContextParallel
+from strata.train.runner.model.base import DTYPES, checkpoint_layers
 from strata.train.runner.model.expert_parallel import DispatchSizes, ExpertParallel
 from strata.train.runner.model.loading import build_skeleton
 from strata.train.runner.model.quantised import quantised_layers, replace_layers
 from strata.train.runner.model.startup_check import find_decoder, unsupported_errors
-from strata.train.runner.model.tensor_parallel import TensorParallel, placement_of, plan_splits, split_adapter
+from strata.train.runner.model.tensor_parallel import placement_of, plan_splits, split_adapter
 from strata.train.runner.passes.logprobs import PackedModel, PackedRow
 from strata.train.runner.settings import LOGITS_BYTES
 from strata.train.settings import check_quantise_package
@@ -214,16 +205,16 @@ def _adapter_sizes(lm: PreTrainedModel, recipe: MemoryRecipe, tensor: int) -> Ad
     def part_of_first(target: LoraTarget) -> LoraPart:
         return LoraPart() if target.experts else split_adapter(splits.get(target.name), target, 0, tensor)
 
-    adapter = _new_adapter(lm, recipe, torch.device("meta"), part_of_first)
+    adapter = _new_adapter(lm, recipe, torch.device("meta"), AdapterPlacement(part_of_first))
     split = 0 if adapter.split is None else adapter.split.size * tensor
     return AdapterSizes(adapter.size, split, sum(math.prod(each) for each in adapter.shapes.values() if len(each) == 3))
 
 
 def _new_adapter(
-    lm: PreTrainedModel, recipe: MemoryRecipe, device: torch.device, part_of: Callable[[LoraTarget], LoraPart]
+    lm: PreTrainedModel, recipe: MemoryRecipe, device: torch.device, placement: AdapterPlacement
 ) -> Adapter:
     lora = LoraConfig(rank=recipe.lora_rank, alpha=1.0)
-    return Adapter(lora, targets_of(lm, lora), device, placement=AdapterPlacement(part_of))
+    return Adapter(lora, targets_of(lm, lora), device, placement=placement)
 
 
 def _layers_by_kind(lm: PreTrainedModel, recipe: MemoryRecipe) -> list[Layers]:
@@ -264,42 +255,34 @@ def trace_pass(
     first = blocks_of(lm)[0]
     lm.tie_weights()
     lm.requires_grad_(requires_grad=recipe.full)
-    packed = _TracedModel(lm, find_decoder(lm), None, LOGITS_BYTES)
+    decoder = find_decoder(lm)
     parallel = ParallelSettings(context=mesh.context, tensor=mesh.tensor, expert=mesh.expert)
     tokens = -(-recipe.row_tokens // mesh.context)
     if mesh.shards * mesh.tensor == mesh.expert > 1:
         shards = min(shards, 1)
     with _fake_ranks(max(shards, 1) * math.lcm(mesh.expert, mesh.tensor * mesh.context)) as size:
-        fake_mesh, expert_mesh = make_mesh(parallel, size, CPU), make_expert_mesh(parallel, size, CPU)
-        groups: dict[Groups, DeviceMesh] = {}
-        tensor = experts = None
-        if mesh.tensor > 1:
-            groups["tensor"] = fake_mesh["tensor"]
-            tensor = TensorParallel(groups["tensor"])
-            tensor.split(lm)
-        if expert_mesh is not None:
-            groups["expert"] = expert_mesh["expert"]
-            experts = _BalancedExperts(groups["expert"], -(-tokens // mesh.tensor) * lm.config.num_experts_per_tok)
-            experts.split(lm)
-        if (context_mesh := make_context_mesh(parallel, size, CPU)) is not None:
-            groups["context"] = context_mesh
-            packed.context = ContextParallel(context_mesh)
-        live = _LiveBytes({group.get_group().group_name: name for name, group in groups.items()})
+        fake = make_mesh(parallel, ShareGroup(0, size), CPU, compute)
+        if mesh.expert > 1:
+            pairs = -(-tokens // mesh.tensor) * lm.config.num_experts_per_tok
+            fake = replace(fake, experts=_BalancedExperts(fake.experts.mesh, pairs))
+        fake.split(lm)
+        packed = _TracedModel(lm, decoder, fake.stage, fake.context, LOGITS_BYTES)
+        groups: dict[Groups, MeshGroup] = {"tensor": fake.tensor, "expert": fake.experts, "context": fake.context}
+        live = _LiveBytes({each.group.group_name: name for name, each in groups.items() if each.size > 1})
         if shards:
-            shard(packed, compute, fake_mesh, expert_mesh)
+            fake.shard(packed)
         with FakeTensorMode(allow_non_fake_inputs=True):
             lm.to_empty(device=CPU)
             lm.tie_weights()
             lm.set_attn_implementation(ATTENTION)
-            adapters = None if recipe.full else Adapters(lm)
-            group_experts(lm, adapters, None if experts is None else experts.dispatch, tensor)
+            fake.group_experts(lm, packed.adapters)
             adapter = None
-            if adapters is not None:
-                adapter = _new_adapter(lm, recipe, CPU, partial(lora_part, tensor, experts))
-                adapters.in_pass = [adapter]
+            if not recipe.full:
+                packed.adapters.add_hooks(lm)
+                adapter = _new_adapter(lm, recipe, CPU, fake.adapters)
+                packed.adapters.in_pass = [adapter]
                 adapter.begin()
                 lm.enable_input_require_grads()  # type: ignore[no-untyped-call]
-            packed.adapters = adapters
             return _trace_row(packed, first, adapter, tokens, live)
 
 
@@ -341,10 +324,9 @@ def _trace_row(
 ) -> TracedPass:
     """`tokens` are those of this rank."""
     content = torch.zeros(tokens, dtype=torch.int64)
-    spans, ranks = [Span(adapter, tokens)], 1 if packed.context is None else packed.context.size
-    row = PackedRow(tokens=content, documents=[ranks * tokens], spans=spans, logit_indices=content, targets=content)
-    if packed.adapters is not None:
-        packed.adapters.row = spans
+    spans, length = [Span(adapter, tokens)], packed.context.size * tokens
+    row = PackedRow(tokens=content, documents=[length], spans=spans, logit_indices=content, targets=content)
+    packed.adapters.row = spans
     for parameter in packed.parameters():
         if parameter.requires_grad:
             # What is left of a gradient, this rank's shard of it, is counted apart.

@@ -44,29 +44,37 @@ def plan_steps(stages: int, stage: int, rows: int) -> list[RowStep]:
 
 class PipelineStage:
     """The stage of this rank, and its peers: the ranks at the same place in the other stages. All ranks construct it
-    together, and call the model with the same rows as their peers, in an order that `plan_steps` gives."""
+    together, and call the model with the same rows as their peers, in an order that `plan_steps` gives. A model that no
+    pipeline divides has one stage, without peers."""
 
-    def __init__(self, parallel: ParallelSettings, rank: int, ranks: int, dtype: torch.dtype) -> None:
-        size = parallel.stage_ranks(ranks)
+    def __init__(self, parallel: ParallelSettings, ranks: ShareGroup, dtype: torch.dtype) -> None:
+        size = parallel.stage_ranks(ranks.size)
         self._parallel = parallel
-        self.number, place = divmod(rank, size)
+        self.number, place = divmod(ranks.rank, size)
         self.is_first = self.number == 0
         self.is_last = self.number == parallel.pipeline - 1
-        self.previous, self.following = rank - size, rank + size
-        self._ends = place, ranks - size + place
-        peers = [list(range(first, ranks, size)) for first in range(size)]
-        # Hidden states and gradients cross each other: in one group, a send could wait for the receive behind it.
-        self.states, self.gradients = _own_group(peers), _own_group(peers)
-        stages = [list(range(first, first + size)) for first in range(0, ranks, size)]
-        self.shares = ShareGroup(place, size, _own_group(stages)) if size > 1 else ALONE
+        """Whether this stage computes log probabilities, and not only what the next one needs for them."""
+        self.is_only = parallel.pipeline == 1
+        self.shares = ranks
         """The ranks of this stage."""
         self._elsewhere: Collection[str] = ()
+        if self.is_only:
+            return
+        self.previous, self.following = ranks.rank - size, ranks.rank + size
+        self._ends = place, ranks.size - size + place
+        peers = [list(range(first, ranks.size, size)) for first in range(size)]
+        # Hidden states and gradients cross each other: in one group, a send could wait for the receive behind it.
+        self.states, self.gradients = _own_group(peers), _own_group(peers)
+        stages = [list(range(first, first + size)) for first in range(0, ranks.size, size)]
+        self.shares = ShareGroup(place, size, _own_group(stages)) if size > 1 else ALONE
         self._dtype = dtype
         self._sending: dict[dist.ProcessGroup, tuple[dist.Work | None, torch.Tensor]] = {}
 
     def cut(self, lm: PreTrainedModel, decoder: str) -> None:
         """Leave the modules of this stage, by their names in the model. The first and the last stage both have a head
         that is tied to the embedding."""
+        if self.is_only:
+            return
         model: Any = lm.get_submodule(decoder)
         own = self._parallel.stage_layers(self.number, len(model.layers))
         output: nn.Module = lm.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -108,6 +116,8 @@ class PipelineStage:
 
     def share(self, computed: torch.Tensor) -> torch.Tensor:
         """Returns what the last stage computed, on all stages. The others give a tensor of the same shape and dtype."""
+        if self.is_only:
+            return computed
         shared = computed.detach().contiguous()
         dist.broadcast(shared, self._ends[1], group=self.states)
         return shared
@@ -117,7 +127,7 @@ class PipelineStage:
         names: dict[int, list[str]] = {}
         for name, weight in lm.named_parameters(remove_duplicate=False):
             names.setdefault(id(weight), []).append(name)
-        return [own[0] for own in names.values() if len(own) > 1]
+        return [own[0] for own in names.values() if len(own) > 1 and not self.is_only]
 
     def sum_tied(self, gradient: torch.Tensor) -> None:
         """Sum the gradient of such a weight, in place, over the two stages that have it."""

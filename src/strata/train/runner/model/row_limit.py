@@ -137,8 +137,7 @@ def measure(base: BaseModel, ranks: RankGroup) -> tuple[int, int]:
         free = free_bytes(ranks) or 0
         # The next row grows by twice as much.
         enough = ranks.all_reduce_any([growth >= GROWTH or 4 * growth > free])[0]
-    if base.adapters is not None:
-        base.adapters.row = base.adapters.in_pass = ()
+    base.adapters.row = base.adapters.in_pass = ()
     release_memory()
     costs = ranks.all_gather_int(per_token)
     per_token = max(costs) if min(costs) else 0
@@ -150,7 +149,7 @@ def measure(base: BaseModel, ranks: RankGroup) -> tuple[int, int]:
 
 def _measuring_adapter(base: BaseModel, device: torch.device) -> Adapter | None:
     """An adapter with every target: its activations are what a row costs. Its LoRA rank hardly matters."""
-    if base.adapters is None:
+    if base.settings.full:
         return None
     try:
         config = LoraConfig(rank=1, alpha=1.0)
@@ -168,8 +167,7 @@ def _peak_of(base: BaseModel, adapter: Adapter | None, ranks: RankGroup, tokens:
     )
     trim_heap()
     measurable = reset_peak(ranks.device)
-    if base.adapters is not None:
-        base.adapters.in_pass = [] if adapter is None else [adapter]
+    base.adapters.in_pass = [] if adapter is None else [adapter]
     if adapter is not None:
         adapter.begin()
     base.logprobs(row).sum().backward()  # type: ignore[no-untyped-call]

@@ -78,16 +78,15 @@ _LAYER: Final = re.compile(r"\.layers\.\d+$")
 class TensorParallel(SplitModel):
     """A model that is split over a tensor group. All ranks of the group call the model together, with the same row."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
         super().__init__(mesh)
-        self.rank = mesh.get_local_rank()
         self._splits: Mapping[str, Split] = {}
         self._is_sliced = False
         """Whether this rank has a slice of the tokens between the blocks of the layer that computes."""
 
     def split(self, lm: PreTrainedModel) -> None:
         """Replace the weights and add the sums. The model may have no memory yet; nothing is communicated."""
-        self._splits = plan_splits(lm, self._mesh.size())
+        self._splits = plan_splits(lm, self.size)
         replaced: dict[int, nn.Parameter] = {}
         for name, weight in list(lm.named_parameters(remove_duplicate=False)):
             module, last = parent_of(lm, name)
@@ -95,7 +94,7 @@ class TensorParallel(SplitModel):
                 continue
             if id(weight) not in replaced:
                 placement = placement_of(self._splits.get(_parent(name)), last)
-                replaced[id(weight)] = distribute_weight(weight, self._mesh, placement)
+                replaced[id(weight)] = distribute_weight(weight, self.mesh, placement)
             setattr(module, last, replaced[id(weight)])
         blocks = _blocks(self._splits)
         layers = [name for name, _ in lm.named_modules() if _LAYER.search(name) and f"{name}.self_attn" in blocks]
@@ -120,27 +119,21 @@ class TensorParallel(SplitModel):
         """Returns what this rank's computation of a layer takes of the layer's adapter. Gradients are summed over all
         ranks that hold a matrix: those of a layer that every rank computes in full count once. Of a layer that the
         heads of all ranks share, a rank has the gradient from its own heads."""
-        return split_adapter(self._splits.get(target.name), target, self.rank, self._mesh.size())
-
-    def gather_parts(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """The flat tensors of all ranks of the group, which are equally long, in the order of the ranks."""
-        gathered = own.new_empty(self._mesh.size() * len(own))
-        dist.all_gather_single(gathered, own, group=self._group)
-        return list(gathered.chunk(self._mesh.size()))
+        return split_adapter(self._splits.get(target.name), target, self.rank, self.size)
 
     def take_tokens(self, values: torch.Tensor) -> torch.Tensor:
         """This rank's slice of what all ranks have for each token. Slices are equally long: zeros are added."""
         if self._is_sliced:
             return values
         length = self._slice_length(len(values))
-        padded = pad(self._sum_gradients(values), (0, 0, 0, length * self._mesh.size() - len(values)))
+        padded = pad(self._sum_gradients(values), (0, 0, 0, length * self.size - len(values)))
         return padded[self.rank * length : (self.rank + 1) * length]
 
     def take_spans(self, spans: Sequence[Span], tokens: int) -> Sequence[Span]:
         if self._is_sliced:
             return slice_spans(spans, self.rank * tokens, (self.rank + 1) * tokens)
         length = self._slice_length(tokens)
-        padding = Span(None, length * self._mesh.size() - tokens)
+        padding = Span(None, length * self.size - tokens)
         return slice_spans([*spans, padding], self.rank * length, (self.rank + 1) * length)
 
     def gather_tokens(self, values: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -151,7 +144,7 @@ class TensorParallel(SplitModel):
         return gathered if len(gathered) == tokens else gathered[:tokens].clone()
 
     def _slice_length(self, tokens: int) -> int:
-        return -(-tokens // self._mesh.size())
+        return -(-tokens // self.size)
 
     def _local(self, split: Split | None, name: str, weight: DTensor, *, is_between: bool) -> torch.Tensor:
         if self._whole:
@@ -165,7 +158,7 @@ class TensorParallel(SplitModel):
         return local
 
     def _sum_gradients(self, value: torch.Tensor) -> torch.Tensor:
-        return _SumGradients.apply(value, self._group)  # type: ignore[no-any-return, no-untyped-call]
+        return _SumGradients.apply(value, self.group)  # type: ignore[no-any-return, no-untyped-call]
 
     def _begin_layer(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_first: bool
@@ -173,9 +166,9 @@ class TensorParallel(SplitModel):
         """Also when a layer is computed again for its backward pass: whether it is sliced follows from its inputs."""
         del module
         hidden, tokens = args[0], kwargs["position_embeddings"][0].shape[1]
-        self._is_sliced = not self._whole and len(hidden) == 1 and tokens % self._mesh.size() == 0
+        self._is_sliced = not self._whole and len(hidden) == 1 and tokens % self.size == 0
         if self._is_sliced and is_first:
-            hidden = _Slice.apply(hidden, self._group)  # type: ignore[no-untyped-call]
+            hidden = _Slice.apply(hidden, self.group)  # type: ignore[no-untyped-call]
         return (hidden, *args[1:]), kwargs
 
     def _end_layers(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
@@ -188,7 +181,7 @@ class TensorParallel(SplitModel):
         return self._sum_input_gradients(module, args, kwargs)
 
     def _gather_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _GatherTokens.apply(hidden, self._group)  # type: ignore[no-any-return, no-untyped-call]
+        return _GatherTokens.apply(hidden, self.group)  # type: ignore[no-any-return, no-untyped-call]
 
     def _sum_input_gradients(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookedInput:
         if self._whole:
@@ -198,15 +191,15 @@ class TensorParallel(SplitModel):
     def _sum_output(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
         del module, args
         if self._is_sliced:
-            return _ScatterSum.apply(output, self._group)  # type: ignore[no-any-return, no-untyped-call]
-        return output if self._whole else _Sum.apply(output, self._group)  # type: ignore[no-untyped-call]
+            return _ScatterSum.apply(output, self.group)  # type: ignore[no-any-return, no-untyped-call]
+        return output if self._whole else _Sum.apply(output, self.group)  # type: ignore[no-untyped-call]
 
     def _gather_output(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
         del module, args
         return output if self._whole else self._gather(output, dim=-1)
 
     def _gather(self, value: torch.Tensor, dim: int) -> torch.Tensor:
-        return _Gather.apply(value, self._group, dim)  # type: ignore[no-any-return, no-untyped-call]
+        return _Gather.apply(value, self.group, dim)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _with_hidden(

@@ -179,7 +179,7 @@ class FullModel:
         self.parameters: dict[str, DTensor] = dict(sharded(packed))
         """Those of this rank's stage, if there are stages."""
         self._stage = packed.stage
-        self._tied = [] if packed.stage is None else packed.stage.tied_weights(packed.lm)
+        self._tied = packed.stage.tied_weights(packed.lm)
         self.optimizer = Optimizer([local(parameter) for parameter in self.parameters.values()], created.schedule)
         self._ranks = ranks
         self._accumulated: dict[str, torch.Tensor | None] = {}
@@ -204,7 +204,7 @@ class FullModel:
         """Each of two stages has computed a part of the gradient."""
         for name in self._tied:
             gradient = self.parameters[name].grad
-            if self._stage is not None and gradient is not None:
+            if gradient is not None:
                 self._stage.sum_tied(local(gradient))
 
     def discard(self) -> None:
@@ -218,7 +218,7 @@ class FullModel:
 
     def has_first_copy(self, name: str) -> bool:
         """Says whether this rank's shard of a weight is the one that counts, and that is written."""
-        is_elsewhere = name in self._tied and self._stage is not None and self._stage.is_last
+        is_elsewhere = name in self._tied and self._stage.is_last
         return not is_elsewhere and is_first_copy(self.parameters[name])
 
     def gradients(self) -> list[torch.Tensor]:

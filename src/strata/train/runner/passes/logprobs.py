@@ -47,6 +47,8 @@ class PackedRow:
     def slice_for(self, rank: int, ranks: int) -> tuple[PackedRow, slice]:
         """The slice of one of so many ranks, and which of the targets it has. Slices are equally long: a document
         without targets pads the row."""
+        if ranks == 1:
+            return self, slice(None)
         length = -(-len(self.tokens) // ranks)
         padding = ranks * length - len(self.tokens)
         start, end = rank * length, (rank + 1) * length
@@ -132,15 +134,16 @@ class PackedModel(nn.Module):
     It is the root module of the sharding, so that everything which reads a sharded weight happens in its `forward`.
     """
 
-    def __init__(self, lm: PreTrainedModel, decoder: str, adapters: Adapters | None, logits_bytes: int) -> None:
+    def __init__(
+        self, lm: PreTrainedModel, decoder: str, stage: PipelineStage, context: ContextParallel, logits_bytes: int
+    ) -> None:
+        """`context` are the ranks that have the other slices of the rows."""
         super().__init__()
         self.lm = lm
         self._split = DecoderAndHead(lm, decoder)
-        self.adapters = adapters
-        self.context: ContextParallel | None = None
-        """The ranks that have the other slices of the rows."""
-        self.stage: PipelineStage | None = None
-        """The layers that this rank has, if it does not have all."""
+        self.adapters = Adapters()
+        self.stage = stage
+        self.context = context
         config = lm.config.get_text_config(decoder=True)
         self._vocabulary, self._width = int(config.vocab_size), int(config.hidden_size)
         self._chunk = max(1, logits_bytes // (4 * self._vocabulary))
@@ -148,22 +151,22 @@ class PackedModel(nn.Module):
 
     def unmodified_logits(self, document: torch.Tensor) -> torch.Tensor:
         """The logits of one document, by the model's own `forward`, or stage by stage by that of its decoder."""
-        if self.stage is not None:
-            return self._logits_of_stages(self.stage, document)
+        if not self.stage.is_only:
+            return self._logits_of_stages(document)
         logits = self.lm(input_ids=document[None], use_cache=False).logits
         assert isinstance(logits, torch.Tensor)
         return logits[0]
 
-    def _logits_of_stages(self, stage: PipelineStage, document: torch.Tensor) -> torch.Tensor:
+    def _logits_of_stages(self, document: torch.Tensor) -> torch.Tensor:
         hidden = self._split.hidden(**self._inputs(document))
-        if stage.is_last:
-            return stage.share(self._split.logits(hidden).float())
-        stage.send(hidden[None], 0)
-        return stage.share(torch.empty(len(document), self._vocabulary, device=document.device))
+        if self.stage.is_last:
+            return self.stage.share(self._split.logits(hidden).float())
+        self.stage.send(hidden[None], 0)
+        return self.stage.share(torch.empty(len(document), self._vocabulary, device=document.device))
 
     def _inputs(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns what the decoder begins with: tokens, or what the previous stage has made of them."""
-        if self.stage is None or self.stage.is_first:
+        if self.stage.is_first:
             return {"input_ids": tokens[None]}
         return {"inputs_embeds": self.stage.receive((1, len(tokens), self._width), tokens.device)}
 
@@ -176,7 +179,7 @@ class PackedModel(nn.Module):
             documents=Documents(row.documents),
             context=self.context,
         )
-        if self.stage is not None and not self.stage.is_last:
+        if not self.stage.is_last:
             return self.stage.send(hidden[None], len(row.targets))
         if len(chunks) == 1:
             return self._logprobs(hidden, row.logit_indices, row.targets, row.spans)
@@ -210,7 +213,6 @@ class PackedModel(nn.Module):
     def _logprobs(
         self, hidden: torch.Tensor, indices: torch.Tensor, targets: torch.Tensor, spans: Sequence[Span]
     ) -> torch.Tensor:
-        if self.adapters is not None:
-            self.adapters.head_row = spans
+        self.adapters.head_row = spans
         logits = self._split.logits(hidden)
         return GatherLogprobs.apply(logits, indices, targets)  # type: ignore[no-any-return, no-untyped-call]

@@ -275,7 +275,7 @@ class PassRunner:
             wanted = _group_by_adapter([document for document in documents if document.item in split])
             with self._computing(work, _tokens_by_item(wanted)), torch.no_grad():
                 logprobs = self._base.logprobs(_pack(wanted, self._ranks.device))
-            if wanted and self._base.is_first_of_row:
+            if wanted and self._base.mesh.is_first_of_row:
                 own += _split_datums(wanted, logprobs)
         gathered = [datum for data in self._ranks.gather(_encode(own)) for datum in _decode_split(data)]
         tokens: Counter[int] = Counter()
@@ -295,9 +295,8 @@ class PassRunner:
     def _number_adapters(self, work: RankPass, items: Sequence[int]) -> None:
         """All ranks have the same items, and so number the adapters of a pass alike."""
         models = [self._models[work.items[item].model_id] for item in items]
-        if self._base.adapters is not None:
-            adapters = (model.adapter for model in models if isinstance(model, LoraModel))
-            self._base.adapters.in_pass = list(dict.fromkeys(adapters))
+        adapters = (model.adapter for model in models if isinstance(model, LoraModel))
+        self._base.adapters.in_pass = list(dict.fromkeys(adapters))
 
     def _begin(self, work: RankPass, items: Sequence[int]) -> dict[str, TrainedModel]:
         """Begin to stage the gradients of the models of these items."""
@@ -345,8 +344,7 @@ class PassRunner:
     def _steps(self, rows: int, *, backward: bool) -> list[RowStep]:
         if not backward:
             return [RowStep(row, is_backward=False) for row in range(rows)]
-        stage = self._base.stage
-        return plan_steps(self._base.settings.parallel.pipeline, 0 if stage is None else stage.number, rows)
+        return plan_steps(self._base.settings.parallel.pipeline, self._base.mesh.stage.number, rows)
 
     def _forward(self, documents: Sequence[PackedDocument], outcome: PassOutcome, *, backward: bool) -> ForwardedRow:
         """One micro-batch. An empty row is computed too: the other ranks wait in the collectives of every layer."""
@@ -355,7 +353,7 @@ class PassRunner:
         losses = RowLosses()
         with torch.set_grad_enabled(backward):
             logprobs = self._base.logprobs(row)
-            if documents and self._base.has_results:
+            if documents and self._base.mesh.stage.is_last:
                 sizes = [document.inputs.targets.numel() for document in documents]
                 total = self._losses(documents, torch.split(logprobs, sizes), outcome, losses, backward=backward)
             else:

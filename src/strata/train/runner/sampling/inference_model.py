@@ -36,9 +36,10 @@ from strata.train.runner.collectives import RankGroup
 from strata.train.runner.experts import group_experts
 from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.lora.hooks import Adapters, Span
+from strata.train.runner.mesh import blocks_of
 from strata.train.runner.model.attention import describe_mask, terms_of
 from strata.train.runner.model.attention_kernels import AttentionTerms, States
-from strata.train.runner.model.base import DTYPES, BaseModel, blocks_of
+from strata.train.runner.model.base import DTYPES, BaseModel
 from strata.train.runner.model.expert_parallel import ExpertParallel
 from strata.train.runner.model.loading import parent_of
 from strata.train.runner.model.quantised import replace_layers
@@ -106,7 +107,8 @@ class InferenceModel:
             replace_layers(self._lm, base.settings.quantise)
         self._lm.eval()
         self._split = DecoderAndHead(self._lm, decoder)
-        self._adapters = Adapters(self._lm)
+        self._adapters = Adapters()
+        self._adapters.add_hooks(self._lm)
         group_experts(self._lm, self._adapters)
         for name, buffer in lm.named_buffers(remove_duplicate=False):
             module, last = parent_of(self._lm, name)
@@ -124,7 +126,7 @@ class InferenceModel:
         blocks = blocks_of(self._lm)
         in_blocks = {id(module) for block in blocks for module in block.modules()}
         self._outside = _Weights(each for each in locations.values() if id(each[1]) not in in_blocks)
-        self._experts = base.experts
+        self._experts = base.mesh.experts
         self._stream = _LayerStream(blocks, locations.values(), ranks)
 
     @contextmanager
@@ -212,7 +214,7 @@ class _Source:
 
     parameters: Mapping[str, torch.Tensor]
     adapters: Sequence[Adapter]
-    experts: ExpertParallel | None
+    experts: ExpertParallel
     dtype: torch.dtype
 
     def gather(self, weights: _Weights) -> _Gathered:
@@ -226,7 +228,6 @@ class _Source:
             targets = [target for target in adapter.spread if target in weights]
             if not targets:
                 continue
-            assert self.experts is not None
             own = [matrix.detach().to(self.dtype) for target in targets for matrix in adapter.pairs[target]]
             full = self.experts.gather_experts(own)
             for target, a, b in zip(targets, full[::2], full[1::2], strict=True):
