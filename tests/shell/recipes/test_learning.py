@@ -68,7 +68,7 @@ def test_a_reward_does_not_see_the_text_that_has_stopped_the_answer() -> None:
     tokenizer = train_tokenizer(512)
     recipe = Recipe(kind="grpo", data=RecipeData(path="x"), sampling=RecipeSampling(stop=("\n", "END")))
     method = ReinforcementTraining(
-        prompts=[],
+        examples=[],
         evaluation=[],
         recipe=recipe,
         renderer=Renderer(tokenizer),

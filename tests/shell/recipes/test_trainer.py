@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.fleet.client.hub_client import HubClient
 from strata.sdk.operations import Datum
-from strata.sdk.recipes.method import Metrics, ReadMetrics, StepContext, read_after
+from strata.sdk.recipes.method import Metrics, ReadMetrics, StepContext, TrainingMethod, read_after
 from strata.sdk.recipes.recipe import Recipe, RecipeData, RecipeEvaluation, RecipeTraining
 from strata.sdk.recipes.run_folder import RecipeRunRecord, RunFolder
 from strata.sdk.recipes.trainer import RecipeTrainer, RunPlace, begin_attempt, plan_steps
 from strata.sdk.train import Model, TrainingServer
 from tests.shell.train_api.test_protocol import BASE, Server, listening, served
+
+DATUM = Datum([1, 2], [2, 3])
+RECIPE = Recipe(kind="sft", data=RecipeData(path="x"), eval=RecipeEvaluation(path="y", every=1, patience=9))
 
 
 @pytest.fixture
@@ -27,37 +32,31 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
         yield found
 
 
-@dataclass
-class ScriptedMethod:
+@dataclass(frozen=True)
+class ScriptedMethod(TrainingMethod[Datum]):
     """Trains on one datum, and evaluates to these values, one after the other."""
 
     values: Sequence[float]
     evaluated: Callable[[Model, int], None] = lambda model, number: None
-    curve: str = "loss"
-    judged: str = "eval_loss"
-    higher_is_better: bool = False
-    count: int = 1
-    evaluates: bool = True
-    evaluations: int = field(default=0)
+    examples: Sequence[Datum] = field(default=(DATUM,), kw_only=True)
+    evaluation: Sequence[Datum] = field(default=(DATUM,), kw_only=True)
+    recipe: Recipe = field(default=RECIPE, kw_only=True)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def step(self, context: StepContext) -> ReadMetrics:
-        done = context.model.forward_backward([Datum([1, 2], [2, 3])])
+        done = context.model.forward_backward(self.examples)
         context.optimise(1)
         return read_after([done], {})
 
     def evaluate(self, model: Model) -> Metrics:
-        self.evaluated(model, self.evaluations)
-        self.evaluations += 1
-        return {self.judged: self.values[self.evaluations - 1]}
+        number = next(self.numbers)
+        self.evaluated(model, number)
+        return {self.judged: self.values[number]}
 
 
 def run_recipe(folder: Path, url: str, key: str, method: ScriptedMethod, *, exported: bool) -> RecipeRunRecord:
-    recipe = Recipe(
-        kind="sft",
-        data=RecipeData(path="x"),
-        train=RecipeTraining(steps=len(method.values) - 1, save_every=2),
-        eval=RecipeEvaluation(path="y", every=1, patience=9),
-    )
+    train = RecipeTraining(steps=len(method.values) - 1, save_every=2)
+    recipe = msgspec.structs.replace(RECIPE, train=train)
     run = RunFolder(folder)
     record = run.open_run({})
     if exported:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
 
-from strata.sdk.recipes.method import Metrics, ReadMetrics, StepContext, read_after
+from strata.sdk.recipes.method import Metrics, ReadMetrics, StepContext, TrainingMethod, read_after
 from strata.sdk.recipes.rendering import TokenExample
-from strata.sdk.recipes.rollouts import PromptMethod, PromptRow, Rollout, answer_logprobs, draw_groups
+from strata.sdk.recipes.rollouts import PromptRow, Rollout, answer_logprobs, draw_groups
 from strata.sdk.recipes.supervised import learn_examples, mean_loss
 from strata.sdk.train import Model
 
@@ -19,14 +19,13 @@ HELD_OUT: Final = "evaluation"
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnPolicyDistillation(PromptMethod):
+class OnPolicyDistillation(TrainingMethod[PromptRow]):
     teacher: Model
     curve: str = "kl"
     judged: str = "eval_kl"
-    higher_is_better: bool = False
 
     def step(self, context: StepContext) -> ReadMetrics:
-        prompts = self.prompts_of(context.step)
+        prompts = self.batch(context.step)
         drawn, own, gaps = self._judge(context.model, prompts, context.step)
         metrics = {"kl": _mean_gap(gaps), "answer_tokens": fmean(len(each.sample.tokens) for each in drawn)}
         context.model.report(**metrics)
@@ -54,15 +53,11 @@ class OnPolicyDistillation(PromptMethod):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OffPolicyDistillation(PromptMethod):
+class OffPolicyDistillation(TrainingMethod[PromptRow]):
     teacher: Model
-    curve: str = "loss"
-    judged: str = "eval_loss"
-    higher_is_better: bool = False
 
     def step(self, context: StepContext) -> ReadMetrics:
-        prompts = self.prompts_of(context.step)
-        return learn_examples(context, self._taught(prompts, context.step))
+        return learn_examples(context, self._taught(self.batch(context.step), context.step))
 
     def evaluate(self, model: Model) -> Metrics:
         return {self.judged: mean_loss(model, self._taught(self.evaluation, HELD_OUT))}

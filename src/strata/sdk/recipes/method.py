@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
+from strata.sdk.recipes.batches import batch_at
+from strata.sdk.recipes.recipe import Recipe
 from strata.sdk.train import Future, Model
 
+Example = TypeVar("Example")
 Metrics = Mapping[str, float]
 ReadMetrics = Callable[[], Metrics]
 """Waits for what a step has sent, and returns its metrics."""
@@ -24,29 +28,27 @@ class StepContext:
     """Send an optimizer step for gradients that are sums over so many tokens or pairs."""
 
 
-class TrainingMethod(Protocol):
-    @property
-    def curve(self) -> str:
-        """The metric of a step that shows what is learned."""
+@dataclass(frozen=True, kw_only=True)
+class TrainingMethod(ABC, Generic[Example]):
+    examples: Sequence[Example]
+    """Examples, pairs or prompts to train on."""
+    evaluation: Sequence[Example]
+    """Those to evaluate with, if there are any."""
+    recipe: Recipe
+    curve: str = "loss"
+    """The metric of a step that shows what is learned."""
+    judged: str = "eval_loss"
+    """The metric of an evaluation by which one is better than another."""
+    higher_is_better: bool = False
 
-    @property
-    def judged(self) -> str:
-        """The metric of an evaluation by which one is better than another."""
+    def batch(self, step: int) -> list[Example]:
+        return [self.examples[each] for each in batch_at(step, len(self.examples), self.recipe.train)]
 
-    @property
-    def higher_is_better(self) -> bool: ...
-
-    @property
-    def count(self) -> int:
-        """Examples, pairs or prompts to train on."""
-
-    @property
-    def evaluates(self) -> bool:
-        """Says whether there is anything to evaluate with."""
-
+    @abstractmethod
     def step(self, context: StepContext) -> ReadMetrics:
         """Send the passes and the optimizer steps of one step. The next one may be sent before its metrics are read."""
 
+    @abstractmethod
     def evaluate(self, model: Model) -> Metrics: ...
 
 

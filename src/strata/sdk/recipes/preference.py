@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 from strata.sdk.operations import Pass
-from strata.sdk.recipes.batches import batch_at
-from strata.sdk.recipes.method import Metrics, ReadMetrics, StepContext, read_after
-from strata.sdk.recipes.recipe import RecipePreference, RecipeTraining
+from strata.sdk.recipes.method import Metrics, ReadMetrics, StepContext, TrainingMethod, read_after
+from strata.sdk.recipes.recipe import RecipePreference
 from strata.sdk.recipes.rendering import TokenExample
 from strata.sdk.recipes.supervised import EVALUATED_TOGETHER
 from strata.sdk.train import Model
@@ -24,42 +24,19 @@ Pair = tuple[TokenExample, TokenExample]
 """The chosen answer and the rejected one."""
 
 
-class PreferenceTraining:
-    curve = "loss"
-    judged = "eval_loss"
-    higher_is_better = False
-
-    def __init__(
-        self,
-        pairs: Sequence[Pair],
-        evaluation: Sequence[Pair],
-        train: RecipeTraining,
-        dpo: RecipePreference,
-        reference: Model,
-    ) -> None:
-        """`reference` is the model that training began with, and is never trained."""
-        self._pairs = pairs
-        self._evaluation = evaluation
-        self._train = train
-        self._dpo = dpo
-        self._reference = reference
-
-    @property
-    def count(self) -> int:
-        return len(self._pairs)
-
-    @property
-    def evaluates(self) -> bool:
-        return bool(self._evaluation)
+@dataclass(frozen=True, kw_only=True)
+class PreferenceTraining(TrainingMethod[Pair]):
+    reference: Model
+    """The model that training began with; it is never trained."""
 
     def step(self, context: StepContext) -> ReadMetrics:
-        pairs = [self._pairs[each] for each in batch_at(context.step, self.count, self._train)]
+        pairs = self.batch(context.step)
         gains, likelier = self._gains(context.model, pairs)
         metrics = self._metrics(gains, likelier)
         context.model.report(preference_loss=metrics["loss"], margin=metrics["margin"], accuracy=metrics["accuracy"])
         data = []
         for (chosen, rejected), margin in zip(pairs, gains, strict=True):
-            pull = preference_weight(margin, self._dpo)
+            pull = preference_weight(margin, self.recipe.dpo)
             data += [chosen.datum(pull), rejected.datum(-pull)]
         done = context.model.forward_backward(data)
         context.optimise(len(pairs))
@@ -67,8 +44,8 @@ class PreferenceTraining:
 
     def evaluate(self, model: Model) -> Metrics:
         parts = [
-            self._gains(model, self._evaluation[at : at + EVALUATED_TOGETHER])
-            for at in range(0, len(self._evaluation), EVALUATED_TOGETHER)
+            self._gains(model, self.evaluation[at : at + EVALUATED_TOGETHER])
+            for at in range(0, len(self.evaluation), EVALUATED_TOGETHER)
         ]
         gains = [each for part, _ in parts for each in part]
         metrics = self._metrics(gains, [each for _, part in parts for each in part])
@@ -78,14 +55,14 @@ class PreferenceTraining:
         """The margin of each pair, and whether its chosen answer is the likelier one now."""
         answers = [answer for pair in pairs for answer in pair]
         data = [answer.datum() for answer in answers]
-        passes = [model.forward(data), self._reference.forward(data)]
+        passes = [model.forward(data), self.reference.forward(data)]
         now, before = (_totals(answers, each.result()) for each in passes)
         moved = [one - other for one, other in zip(now, before, strict=True)]
         gains = [chosen - rejected for chosen, rejected in zip(moved[::2], moved[1::2], strict=True)]
         return gains, [chosen > rejected for chosen, rejected in zip(now[::2], now[1::2], strict=True)]
 
     def _metrics(self, gains: Sequence[float], likelier: Sequence[bool]) -> Metrics:
-        losses = [preference_loss(each, self._dpo) for each in gains]
+        losses = [preference_loss(each, self.recipe.dpo) for each in gains]
         return {"loss": fmean(losses), "margin": fmean(gains), "accuracy": fmean(map(float, likelier))}
 
 

@@ -42,7 +42,7 @@ class ChosenRows:
 
 @dataclass(frozen=True)
 class PreparedMethod:
-    method: TrainingMethod
+    method: TrainingMethod[Any]
     left_out: tuple[str, ...]
     """The rows that are not used, in sentences."""
 
@@ -108,19 +108,20 @@ def make_method(
         left_out.extend(sentence for _, sentence in rendered if sentence)
         return rendered[0][0], rendered[1][0]
 
-    method: TrainingMethod
+    method: TrainingMethod[Any]
     match recipe.kind:
         case "sft":
             supervise = recipe.data.supervise
             examples, held = render(lambda row: renderer.example(row, supervise), lambda made: len(made.tokens))
-            method = SupervisedTraining(examples, held, recipe.train)
+            method = SupervisedTraining(examples=examples, evaluation=held, recipe=recipe)
         case "dpo":
             pairs, held_pairs = render(renderer.pair, lambda pair: max(len(answer.tokens) for answer in pair))
-            method = PreferenceTraining(pairs, held_pairs, recipe.train, recipe.dpo, create_model(place, recipe))
+            reference = create_model(place, recipe)
+            method = PreferenceTraining(examples=pairs, evaluation=held_pairs, recipe=recipe, reference=reference)
         case "grpo":
             prompts, held_prompts = render(lambda row: PromptRow(renderer.prompt(row), row), _prompt_length)
             method = ReinforcementTraining(
-                prompts=prompts,
+                examples=prompts,
                 evaluation=held_prompts,
                 recipe=recipe,
                 renderer=renderer,
@@ -131,7 +132,7 @@ def make_method(
             assert teacher is not None, "a distillation has a teacher"
             prompts, held_prompts = render(lambda row: PromptRow(renderer.prompt(row), row), _prompt_length)
             distil = OnPolicyDistillation if recipe.distill.mode == "on_policy" else OffPolicyDistillation
-            method = distil(prompts=prompts, evaluation=held_prompts, recipe=recipe, teacher=teacher)
+            method = distil(examples=prompts, evaluation=held_prompts, recipe=recipe, teacher=teacher)
         case _:
             assert_never(recipe.kind)
     return PreparedMethod(method, tuple(left_out))

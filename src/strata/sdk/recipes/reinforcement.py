@@ -8,10 +8,10 @@ from statistics import fmean, pstdev
 from typing import Final
 
 from strata.sdk.operations import Datum, Pass
-from strata.sdk.recipes.method import Metrics, ReadMetrics, StepContext, read_after
+from strata.sdk.recipes.method import Metrics, ReadMetrics, StepContext, TrainingMethod, read_after
 from strata.sdk.recipes.rendering import Renderer
 from strata.sdk.recipes.rewards import Reward
-from strata.sdk.recipes.rollouts import PromptMethod, Rollout, answer_logprobs, draw_groups, draw_likeliest
+from strata.sdk.recipes.rollouts import PromptRow, Rollout, answer_logprobs, draw_groups, draw_likeliest
 from strata.sdk.train import Future, Model
 from strata.train.core.sampling import cut_at_stop
 
@@ -19,7 +19,7 @@ SMALLEST_DEVIATION: Final = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReinforcementTraining(PromptMethod):
+class ReinforcementTraining(TrainingMethod[PromptRow]):
     renderer: Renderer
     reward: Reward
     reference: Model | None
@@ -30,7 +30,7 @@ class ReinforcementTraining(PromptMethod):
 
     def step(self, context: StepContext) -> ReadMetrics:
         train = self.recipe.train
-        prompts = self.prompts_of(context.step)
+        prompts = self.batch(context.step)
         sampler = context.model.sampler().result()
         groups = draw_groups(sampler, prompts, self.recipe.sampling, train.seed, context.step)
         rewards = [[self.reward_of(each) for each in group] for group in groups]

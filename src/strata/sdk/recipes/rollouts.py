@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from strata.sdk.operations import Datum, Sample, SamplingParams
-from strata.sdk.recipes.batches import batch_at, derive_seed
-from strata.sdk.recipes.recipe import Recipe, RecipeSampling
+from strata.sdk.recipes.batches import derive_seed
+from strata.sdk.recipes.recipe import RecipeSampling
 from strata.sdk.recipes.rows import Row
 from strata.sdk.train import Model, Sampler
 
@@ -18,26 +18,6 @@ class PromptRow:
 
     tokens: Sequence[int]
     row: Row
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptMethod:
-    """What the ways of training have in common that learn from prompts."""
-
-    prompts: Sequence[PromptRow]
-    evaluation: Sequence[PromptRow]
-    recipe: Recipe
-
-    @property
-    def count(self) -> int:
-        return len(self.prompts)
-
-    @property
-    def evaluates(self) -> bool:
-        return bool(self.evaluation)
-
-    def prompts_of(self, step: int) -> list[PromptRow]:
-        return [self.prompts[each] for each in batch_at(step, self.count, self.recipe.train)]
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from strata.sdk.recipes.batches import batch_at
-from strata.sdk.recipes.method import Metrics, ReadMetrics, StepContext
-from strata.sdk.recipes.recipe import RecipeTraining
+from strata.sdk.recipes.method import Metrics, ReadMetrics, StepContext, TrainingMethod
 from strata.sdk.recipes.rendering import TokenExample
 from strata.sdk.train import Model
 
@@ -15,32 +13,12 @@ EVALUATED_TOGETHER: Final = 32
 """Examples of one pass of an evaluation."""
 
 
-class SupervisedTraining:
-    curve = "loss"
-    judged = "eval_loss"
-    higher_is_better = False
-
-    def __init__(
-        self, examples: Sequence[TokenExample], evaluation: Sequence[TokenExample], train: RecipeTraining
-    ) -> None:
-        self._examples = examples
-        self._evaluation = evaluation
-        self._train = train
-
-    @property
-    def count(self) -> int:
-        return len(self._examples)
-
-    @property
-    def evaluates(self) -> bool:
-        return bool(self._evaluation)
-
+class SupervisedTraining(TrainingMethod[TokenExample]):
     def step(self, context: StepContext) -> ReadMetrics:
-        batch = [self._examples[each] for each in batch_at(context.step, self.count, self._train)]
-        return learn_examples(context, batch)
+        return learn_examples(context, self.batch(context.step))
 
     def evaluate(self, model: Model) -> Metrics:
-        return {self.judged: mean_loss(model, self._evaluation)}
+        return {self.judged: mean_loss(model, self.evaluation)}
 
 
 def learn_examples(context: StepContext, batch: Sequence[TokenExample]) -> ReadMetrics:

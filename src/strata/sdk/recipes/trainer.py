@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -99,11 +99,11 @@ def begin_attempt(place: RunPlace, record: RecipeRunRecord) -> RecipeRunRecord:
 
 
 def plan_steps(
-    place: RunPlace, recipe: Recipe, method: TrainingMethod, left_out: tuple[str, ...], record: RecipeRunRecord
+    place: RunPlace, recipe: Recipe, method: TrainingMethod[Any], left_out: tuple[str, ...], record: RecipeRunRecord
 ) -> RecipeRunRecord:
     """Returns how many steps a new run has is known when its data is, and which rows of it are left out."""
     if not record.steps:
-        steps = total_steps(method.count, recipe.train)
+        steps = total_steps(len(method.examples), recipe.train)
         record = msgspec.structs.replace(record, steps=steps, left_out=left_out)
         place.folder.write(record)
     return record
@@ -112,7 +112,7 @@ def plan_steps(
 class RecipeTrainer:
     """Runs the steps that are left."""
 
-    def __init__(self, place: RunPlace, recipe: Recipe, method: TrainingMethod, record: RecipeRunRecord) -> None:
+    def __init__(self, place: RunPlace, recipe: Recipe, method: TrainingMethod[Any], record: RecipeRunRecord) -> None:
         self._place = place
         self._recipe = recipe
         self._method = method
@@ -128,7 +128,7 @@ class RecipeTrainer:
         """Trains until all steps are done, or training stops early. `report` gets the metrics of each step."""
         self._report = report
         record = self._record
-        if self._method.evaluates and not record.state:
+        if self._method.evaluation and not record.state:
             self._write_line(MetricLine(step=0, values=self._evaluate(0)))
         reason = self._early_stop()
         step = record.step
@@ -203,7 +203,7 @@ class RecipeTrainer:
     def _evaluation_due(self, step: int) -> bool:
         """Says whether to evaluate: after so many steps, and after the last one."""
         evaluation = self._recipe.eval
-        if not self._method.evaluates or evaluation is None:
+        if not self._method.evaluation or evaluation is None:
             return False
         return step % evaluation.every == 0 or step == self._record.steps
 
