@@ -139,9 +139,9 @@ def optim_step_operation(
     return ClientOperation(post("/api/v1/optim_step", body), lambda reply: dict(reply.json()["metrics"]))
 
 
-def save_weights_operation(model_id: str, seq: int, name: str, *, overwrite: bool) -> ClientOperation[str]:
+def save_operation(route: str, model_id: str, seq: int, name: str, *, overwrite: bool) -> ClientOperation[str]:
     body = {"model_id": model_id, "seq_id": seq, "path": name, "overwrite": overwrite}
-    return ClientOperation(post("/api/v1/save_weights", body), lambda reply: str(reply.json()["path"]))
+    return ClientOperation(post(f"/api/v1/{route}", body), lambda reply: str(reply.json()["path"]))
 
 
 def load_weights_operation(model_id: str, seq: int, path: str, *, optimizer: bool) -> ClientOperation[None]:
@@ -158,11 +158,6 @@ def copy_for_sampler_operation(model_id: str, seq: int, number: int, read: Calla
     body = {"model_id": model_id, "seq_id": seq, "sampling_session_seq_id": number}
     send = post("/api/v1/save_weights_for_sampler", body)
     return ClientOperation(send, lambda reply: read(str(reply.json()["sampling_session_id"])))
-
-
-def save_for_sampler_operation(model_id: str, seq: int, name: str, *, overwrite: bool) -> ClientOperation[str]:
-    body = {"model_id": model_id, "seq_id": seq, "path": name, "overwrite": overwrite}
-    return ClientOperation(post("/api/v1/save_weights_for_sampler", body), lambda reply: str(reply.json()["path"]))
 
 
 def sample_operation(

@@ -43,8 +43,7 @@ from strata.sdk.operations import (
     optim_step_operation,
     pass_operation,
     sample_operation,
-    save_for_sampler_operation,
-    save_weights_operation,
+    save_operation,
 )
 from strata.sdk.server_calls import Progress, ServerCalls, get, post
 from strata.train.core import model_options
@@ -123,7 +122,8 @@ class Future(Generic[T]):
 
     def result(self, timeout_s: float | None = None, *, progress: Progress | None = None) -> T:
         """Wait for the result. INVALID if the operation cannot be done as requested; later ones are not affected."""
-        return self._server.wait(self._operation, self.request_id, timeout_s, progress)
+        accept, report = self._operation.accept, progress or self._server.progress
+        return self._operation.result(self._server.calls.wait_result(self.request_id, accept, timeout_s, report))
 
 
 class SequenceNumbers:
@@ -163,7 +163,7 @@ class Model:
 
     def save(self, name: str, *, overwrite: bool = False) -> Future[str]:
         """Save weights and optimizer; the result is the path to load them from."""
-        return self._submit(lambda seq: save_weights_operation(self.model_id, seq, name, overwrite=overwrite))
+        return self._submit(lambda seq: save_operation("save_weights", self.model_id, seq, name, overwrite=overwrite))
 
     def load(self, path: str, *, optimizer: bool = True) -> Future[None]:
         return self._submit(lambda seq: load_weights_operation(self.model_id, seq, path, optimizer=optimizer))
@@ -178,7 +178,8 @@ class Model:
 
     def save_for_sampling(self, name: str, *, overwrite: bool = False) -> Future[str]:
         """Save weights alone; the result is the path to sample from, as in `TrainingServer.sampler(path=…)`."""
-        return self._submit(lambda seq: save_for_sampler_operation(self.model_id, seq, name, overwrite=overwrite))
+        route = "save_weights_for_sampler"
+        return self._submit(lambda seq: save_operation(route, self.model_id, seq, name, overwrite=overwrite))
 
     def report(self, **values: float) -> None:
         """Show what only this program knows, such as a reward, beside the loss of the next optimizer step."""
@@ -240,7 +241,7 @@ class TrainingServer:
             base_url=_base_url(url), headers={"X-API-Key": key}, transport=transport, verify=_trusted(ca)
         )
         self.calls = ServerCalls(self._http)
-        self._progress = progress
+        self.progress = progress
         self._models = 0
         self._samplers = itertools.count()
         self.session_id = ""
@@ -323,12 +324,6 @@ class TrainingServer:
 
     def submit(self, operation: ClientOperation[T]) -> Future[T]:
         return Future(self, operation, str(self.calls.json(operation.send)["request_id"]))
-
-    def wait(
-        self, operation: ClientOperation[T], request_id: str, timeout_s: float | None, progress: Progress | None
-    ) -> T:
-        reply = self.calls.wait_result(request_id, operation.accept, timeout_s, progress or self._progress)
-        return operation.result(reply)
 
 
 def _lora_of(saved: Mapping[str, Any]) -> dict[str, Any]:
