@@ -120,8 +120,11 @@ class Attempt:
 
     async def _run(self) -> None:
         try:
-            if self.record.phase is AttemptPhase.PREPARING:
-                await self._prepare()
+            if self.record.phase is AttemptPhase.PREPARING and (failed := await self._prepare()) is not None:
+                stop = self.record.stop
+                if stop is not None:
+                    failed = AttemptOutcome(cause=stop.cause, error=stop.reason, drop=stop.drop)
+                self._saved.change(phase=AttemptPhase.ENDED, outcome=failed)
             if self.occupies:
                 stop_leftovers(self._folder)
                 await self._watch()
@@ -177,13 +180,13 @@ class Attempt:
             await asyncio.sleep(POLL_S)
         _log.error("child_not_killed", job=self.record.lease.job_id)
 
-    async def _prepare(self) -> None:
+    async def _prepare(self) -> AttemptOutcome | None:
+        """Starts the child. Returns the outcome if that cannot be done here."""
         lease, traceparent = self.record.lease, trace.traceparent()
         busy = AttemptOutcome(cause=Cause.INFRA, error="jobs that the hub has ended still run on this host")
         # The preparation of a server replaces its data folder, in which an earlier attempt may still run.
         if self._server is not None and not await self._wait_for_room():
-            self._finish(self._unless_stopped(busy))
-            return
+            return busy
         try:
             prepared = await retry(
                 self._pools.prepare,
@@ -201,19 +204,14 @@ class Attempt:
         except StrataError as error:
             # A hub or network that is away is retried; everything else is missing on this host.
             cause = Cause.INFRA if error.code in TRANSIENT else Cause.SETUP_ERROR
-            self._finish(self._unless_stopped(AttemptOutcome(cause=cause, error=f"cannot prepare: {error}")))
-            return
+            return AttemptOutcome(cause=cause, error=f"cannot prepare: {error}")
         except OSError as error:
             if error.errno not in _SOURCE_ERRNOS:
                 raise
-            self._finish(
-                self._unless_stopped(AttemptOutcome(cause=Cause.SETUP_ERROR, error=f"cannot prepare: {error}"))
-            )
-            return
+            return AttemptOutcome(cause=Cause.SETUP_ERROR, error=f"cannot prepare: {error}")
         has_room = await self._wait_for_room()
         if self.record.stop is not None or not has_room:
-            self._finish(self._unless_stopped(busy))
-            return
+            return busy
         # Nothing is awaited until the phase is saved: of two attempts that wait for the same room one gets it.
         supervised.write_spec(self._folder, prepared.spec)
         code = code_version(lease.trainer) if lease.trainer else ""
@@ -221,6 +219,7 @@ class Attempt:
         failpoint("agent.attempt.starting")
         self._process = supervised.start_supervisor(self._folder)
         failpoint("agent.attempt.started")
+        return None
 
     async def _wait_for_room(self) -> bool:
         """Says whether there is room now. The hub gives away what an ended job had before its child has ended."""
@@ -247,7 +246,7 @@ class Attempt:
             )
             if outcome.cause is None and self._server is not None:
                 outcome = AttemptOutcome(cause=Cause.USER_ERROR, error="the server has ended", facts=outcome.facts)
-            self._finish(outcome)
+            self._saved.change(phase=AttemptPhase.ENDED, outcome=outcome)
             failpoint("agent.attempt.ended")
         finally:
             self._child_ended.set()
@@ -277,13 +276,6 @@ class Attempt:
                 case _:
                     pass
             await asyncio.sleep(POLL_S)
-
-    def _unless_stopped(self, outcome: AttemptOutcome) -> AttemptOutcome:
-        stop = self.record.stop
-        return outcome if stop is None else AttemptOutcome(cause=stop.cause, error=stop.reason, drop=stop.drop)
-
-    def _finish(self, outcome: AttemptOutcome) -> None:
-        self._saved.change(phase=AttemptPhase.ENDED, outcome=outcome)
 
     def _clean_up(self) -> None:
         self._saved.remove()
