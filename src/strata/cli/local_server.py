@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from strata.base.errors import Code, StrataError
-from strata.base.folder_lock import is_locked, lock_folder
+from strata.base.file_lock import is_locked, lock_folder
 from strata.base.parent import TIED_COMMAND
 from strata.base.private import private_folder
 from strata.base.settings import process_environment
@@ -55,7 +55,7 @@ def local_server(
     began_s = time.monotonic()
     with ExitStack() as stack:
         # That a process listens is not enough: it may be what a server that was killed has left.
-        while is_locked(settings.data, LAUNCHER_LOCK) or not _take(settings, stack):
+        while is_locked(settings.data / LAUNCHER_LOCK) or not _take(settings, stack):
             if is_listening(settings.api_socket) and not _ends_with_command(settings):
                 yield settings
                 return
@@ -106,7 +106,7 @@ def _ends_with_command(settings: ServerSettings) -> bool:
     settings have one."""
     from strata.train.settings import ADDRESS_FILE
 
-    if is_locked(settings.data, COMMAND_LOCK):
+    if is_locked(settings.data / COMMAND_LOCK):
         return True
     try:
         address = (settings.data / ADDRESS_FILE).read_text(encoding="utf-8")

@@ -11,9 +11,9 @@ from typing import Final
 import click
 import pytest
 
-from strata.base import folder_lock
+from strata.base import file_lock
 from strata.base.errors import StrataError
-from strata.base.folder_lock import is_locked
+from strata.base.file_lock import is_locked
 from strata.base.private import require_private_folder
 from strata.base.settings import process_environment
 from strata.base.unix_socket import is_listening, listen_unix
@@ -50,9 +50,9 @@ def test_a_server_that_runs_is_used_if_it_does_not_end_with_another_command(
     tmp_path: Path, settings: ServerSettings
 ) -> None:
     config, log = tmp_path / "server.toml", tmp_path / "server.log"
-    assert not is_locked(settings.data, LAUNCHER_LOCK)
+    assert not is_locked(settings.data / LAUNCHER_LOCK)
     with lock_folder(settings.data), listen_unix(settings.api_socket):
-        assert is_locked(settings.data, LAUNCHER_LOCK)
+        assert is_locked(settings.data / LAUNCHER_LOCK)
         for address in ("", f"unix:{settings.api_socket}"):
             if address:
                 (settings.data / ADDRESS_FILE).write_text(address, encoding="utf-8")
@@ -70,7 +70,7 @@ def test_one_command_at_a_time_has_the_server_of_a_file_also_without_a_port(
     config, log = tmp_path / "server.toml", tmp_path / "server.log"
     config.write_text(config.read_text(encoding="utf-8").replace("port = 0", 'listen = "unix"'), encoding="utf-8")
     (settings.data / ADDRESS_FILE).write_text(f"unix:{settings.api_socket}", encoding="utf-8")
-    with folder_lock.lock_folder(settings.data, COMMAND_LOCK, taken="", hint=""):
+    with file_lock.lock_folder(settings.data, COMMAND_LOCK, taken="", hint=""):
         # Before its server has taken the folder, and after.
         with pytest.raises(StillWaitsError), local_server(config, {}, log, refuse_to_wait):
             pass

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from strata.base.atomic import write_json
+from strata.base.file_lock import try_lock
 from strata.base.secret import Secret
 from strata.cli.exit_codes import ExitCode
-from strata.fleet.agent.file_lock import try_lock
 from strata.fleet.agent.identity import Membership, load_membership, save_local
 from strata.fleet.wire.identities import LocalHostReply, LocalHostRequest
 from tests.shell.cli_fleet.driving import Person

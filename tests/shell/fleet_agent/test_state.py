@@ -9,7 +9,7 @@ import pytest
 
 from strata.base.atomic import read_json, write_json
 from strata.base.errors import Code, StrataError
-from strata.fleet.agent.file_lock import is_locked, try_lock
+from strata.base.file_lock import is_locked, try_lock
 from strata.fleet.agent.log_uploader import last_metrics, read_log_tail
 from strata.fleet.agent.state import AgentState, AttemptOutcome, AttemptPhase, AttemptRecord, PendingClaim, StopOrder
 from strata.fleet.core.job import Cause

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from strata.base.atomic import write_json
+from strata.base.file_lock import try_lock
 from strata.base.private import private_folder
 from strata.fleet.agent import supervised, supervisor
 from strata.fleet.agent.attempt_folder import JobUser, find_job_user
-from strata.fleet.agent.file_lock import try_lock
 from strata.fleet.agent.supervised import ChildExit, SupervisorLost, SupervisorSpec
 from tests.shell.fleet_agent.waiting import eventually, is_alive
 

@@ -96,8 +96,8 @@ def check_trainer() -> Iterator[DoctorFinding]:
 
 def check_agent(state: str | None) -> Iterator[DoctorFinding]:
     """The agent: membership, process, certificate, private files, the jobs' user, and its hub."""
+    from strata.base.file_lock import is_locked
     from strata.base.settings import load
-    from strata.fleet.agent.file_lock import is_locked
     from strata.fleet.agent.identity import FOLDER, load_membership
     from strata.fleet.agent.settings import SECTION, AgentSettings
 

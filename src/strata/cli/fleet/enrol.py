@@ -197,8 +197,8 @@ def leave(*, state: str | None, force: bool) -> None:
     """
     import shutil
 
+    from strata.base.file_lock import is_locked
     from strata.cli.fleet.agent_service import remove
-    from strata.fleet.agent.file_lock import is_locked
     from strata.fleet.agent.identity import FOLDER, connect_to_hub, load_membership
 
     folder = _settings(state).state_folder

@@ -22,8 +22,8 @@ import msgspec
 from strata.base import log
 from strata.base.atomic import read_json, write_json
 from strata.base.errors import Code, StrataError
+from strata.base.file_lock import try_lock
 from strata.fleet.agent.attempt_folder import make_passable
-from strata.fleet.agent.file_lock import try_lock
 from strata.fleet.agent.path_names import PathName
 
 POLL_S: Final = 0.1

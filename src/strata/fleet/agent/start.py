@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from strata.base import log
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
+from strata.base.file_lock import try_lock
 from strata.base.private import private_folder, set_private_umask
 from strata.base.support import report_experimental
 from strata.fleet.agent import cgroup, identity
-from strata.fleet.agent.file_lock import try_lock
 from strata.fleet.agent.identity import Membership
 from strata.fleet.agent.loop import Agent, handle_signals
 from strata.fleet.agent.prepare import HostContext, create_work_folder

@@ -19,8 +19,8 @@ from typing import Final, Literal
 import msgspec
 
 from strata.base.atomic import read_json, write_json
+from strata.base.file_lock import is_locked
 from strata.fleet.agent import cgroup, job_limits, supervisor
-from strata.fleet.agent.file_lock import is_locked
 
 LOG: Final = "log"
 REMOVAL_S: Final = 60.0

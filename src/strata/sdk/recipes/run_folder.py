@@ -17,7 +17,7 @@ import msgspec
 
 from strata.base.atomic import read_json, temporary_path, write_file, write_json
 from strata.base.errors import Code, StrataError
-from strata.base.folder_lock import is_locked, lock_folder
+from strata.base.file_lock import is_locked, lock_folder
 from strata.base.private import private_folder
 from strata.train.settings import LAUNCHER_LOCK
 
@@ -132,7 +132,7 @@ class RunFolder:
     def _discard(self, folder: Path) -> None:
         """CONFLICT if a server runs there: it may have more than this run made."""
         if folder.exists():
-            running = [data for data in folder.glob("data-*") if is_locked(data, LAUNCHER_LOCK)]
+            running = [data for data in folder.glob("data-*") if is_locked(data / LAUNCHER_LOCK)]
             if running:
                 raise StrataError(
                     Code.CONFLICT,

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final
 
-from strata.base import folder_lock, log
+from strata.base import file_lock, log
 from strata.base.clock import Clock, SystemClock
 from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
@@ -331,6 +331,6 @@ def _without(environment: Mapping[str, str], names: frozenset[str] | set[str]) -
 
 def lock_folder(folder: Path) -> AbstractContextManager[None]:
     """Lock the folder until this process ends, whatever kills it: two launchers would replace each other's sockets."""
-    return folder_lock.lock_folder(
+    return file_lock.lock_folder(
         folder, LAUNCHER_LOCK, taken=f"another server runs in {folder}", hint="give each one a server.data of its own"
     )
