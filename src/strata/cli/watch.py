@@ -118,7 +118,7 @@ class ChangedLines:
         self._away = False
 
     def print(self, lines: list[str]) -> None:
-        shown = {re.sub(r"\s+", " ", _PASSING.sub("~", line)): line for line in lines}
+        shown = {" ".join(_PASSING.sub("~", line).split()): line for line in lines}
         for key, line in shown.items():
             if key not in self._before:
                 write(line)

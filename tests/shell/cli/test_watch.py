@@ -96,12 +96,13 @@ def test_a_document_cannot_be_watched(journal_file: Callable[[int], Path], capsy
 
 def test_only_news_are_printed_and_ages_are_no_news(capsys: pytest.CaptureFixture[str]) -> None:
     news = ChangedLines()
-    news.print(["JOB   AGE", "tree  12s", '{"host": "a", "seen_ago_s": 1.5, "jobs": 0}'])
-    news.print(["JOB    AGE", "tree  119s", "wood    1s", '{"host": "a", "seen_ago_s": 9.1, "jobs": 0}'])
+    news.print(["JOB   AGE", "tree  12s", "   9s  gone", '{"host": "a", "seen_ago_s": 1.5, "jobs": 0}'])
+    news.print(["JOB    AGE", "tree  119s", " 19s  gone", "wood    1s", '{"host": "a", "seen_ago_s": 9.1, "jobs": 0}'])
     news.print(["JOB   AGE", "tree   2m", "wood   3s", '{"host": "a", "seen_ago_s": 9.1, "jobs": 1}'])
     assert capsys.readouterr().out.splitlines() == [
         "JOB   AGE",
         "tree  12s",
+        "   9s  gone",
         '{"host": "a", "seen_ago_s": 1.5, "jobs": 0}',
         "wood    1s",
         '{"host": "a", "seen_ago_s": 9.1, "jobs": 1}',
