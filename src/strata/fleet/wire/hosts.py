@@ -28,7 +28,7 @@ class RegisterReply(HubReply, frozen=True, kw_only=True):
     renew_every_s: float
 
 
-class Host(HostRow, frozen=True, kw_only=True):
+class Host(HostRow, HubReply, frozen=True, kw_only=True):
     seen_ago_s: float
     """Age by the hub's clock, at the time of the reply."""
     presence: Presence

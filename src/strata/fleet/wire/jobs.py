@@ -12,7 +12,7 @@ from strata.fleet.records import JobAttempt, JobRecord
 from strata.fleet.wire.base import HubReply, Message, Page, Prefix, Reason, Text
 
 
-class Job(JobRecord, frozen=True, kw_only=True):
+class Job(JobRecord, HubReply, frozen=True, kw_only=True):
     serving: Literal["", "serving", "asleep"] = ""
     """Whether the hub forwards requests to a server, or the next request wakes it."""
     progress: JobProgress | None = None
