@@ -33,11 +33,41 @@ class Component:
     def version(self) -> int:
         return self.first + len(self.steps) - 1
 
+    def in_sqlite(self) -> Component:
+        """The same tables in SQLite: for steps that create tables and indexes alone, as PostgreSQL reads them."""
+        return Component(self.name, self.first, tuple(map(_to_sqlite, self.steps)))
+
     def pending_steps(self, version: int) -> Sequence[LiteralString]:
         if not version:
             return self.steps
         check_schema(f"the tables of {self.name}", version, self.first, self.version)
         return self.steps[version - self.first + 1 :]
+
+
+_SQLITE_WORDS: Final[Sequence[tuple[LiteralString, LiteralString]]] = (
+    (" bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY", " INTEGER PRIMARY KEY AUTOINCREMENT"),
+    (' text COLLATE "C"', " TEXT"),
+    (" text", " TEXT"),
+    (" bytea", " BLOB"),
+    (" bigint", " INTEGER"),
+    (" integer", " INTEGER"),
+    (" boolean", " INTEGER"),
+    (" double precision", " REAL"),
+    (" WITH (fillfactor = 80)", ""),
+)
+
+
+def _to_sqlite(step: LiteralString) -> LiteralString:
+    for postgres, sqlite in _SQLITE_WORDS:
+        step = step.replace(postgres, sqlite)
+    return ";".join(_to_sqlite_table(statement) for statement in step.split(";"))
+
+
+def _to_sqlite_table(statement: LiteralString) -> LiteralString:
+    """Keeps a table by its key, unless that is a number, and lets it take values of its types alone."""
+    if "CREATE TABLE" not in statement:
+        return statement
+    return statement + (" STRICT" if "INTEGER PRIMARY KEY" in statement else " WITHOUT ROWID, STRICT")
 
 
 def check_schema(what: str, version: int, first: int, newest: int) -> None:

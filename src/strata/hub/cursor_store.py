@@ -21,19 +21,6 @@ from strata.database.migrations import Component
 from strata.database.transaction import Database, Transaction
 from strata.fleet.http.feed import Feed
 
-SQLITE: Final = Component(
-    "hub",
-    3,
-    (
-        """
-        CREATE TABLE hub_cursor (name TEXT PRIMARY KEY, cursor TEXT NOT NULL) WITHOUT ROWID, STRICT;
-        CREATE TABLE hub_schema (trainer TEXT PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID, STRICT;
-        CREATE TABLE hub_health (id INTEGER PRIMARY KEY, probes INTEGER NOT NULL) STRICT;
-        CREATE TABLE hub_lease (name TEXT PRIMARY KEY, holder TEXT NOT NULL, expires_at REAL NOT NULL)
-        WITHOUT ROWID, STRICT;
-        """,
-    ),
-)
 POSTGRES: Final = Component(
     "hub",
     3,
@@ -46,6 +33,7 @@ POSTGRES: Final = Component(
         """,
     ),
 )
+SQLITE: Final = POSTGRES.in_sqlite()
 _PROBE: Final = "INSERT INTO hub_health VALUES (1, 1) ON CONFLICT (id) DO UPDATE SET probes = hub_health.probes + 1"
 LEASE_S: Final = 30.0
 """Longer than any one delivery takes: another hub goes on so long after the death of the one that delivered."""

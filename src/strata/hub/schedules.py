@@ -44,19 +44,6 @@ _REFUSED: Final = frozenset(
 """The run cannot be queued as things are: it is left out, with the reason. After another error it is tried again."""
 _log = log.get(__name__)
 
-SQLITE: Final = Component(
-    "schedule",
-    1,
-    (
-        """
-        CREATE TABLE schedule (
-          project TEXT NOT NULL, name TEXT NOT NULL, body BLOB NOT NULL, next_due REAL NOT NULL,
-          paused INTEGER NOT NULL, last_job TEXT NOT NULL, note TEXT NOT NULL, PRIMARY KEY (project, name)
-        ) WITHOUT ROWID, STRICT;
-        CREATE INDEX schedule_due ON schedule (next_due) WHERE NOT paused;
-        """,
-    ),
-)
 POSTGRES: Final = Component(
     "schedule",
     1,
@@ -70,6 +57,7 @@ POSTGRES: Final = Component(
         """,
     ),
 )
+SQLITE: Final = POSTGRES.in_sqlite()
 _SELECT: Final = "SELECT project, name, body, next_due, paused, last_job, note FROM schedule"
 ALL: Final = f"{_SELECT} ORDER BY project, name"
 DUE: Final = f"{_SELECT} WHERE NOT paused AND next_due <= :now ORDER BY next_due LIMIT {BATCH}"

@@ -30,18 +30,6 @@ MAX_SECRETS: Final = 1000
 """The most secrets in one scope."""
 _NONCE: Final = 12
 _KEY: Final = re.compile(r"[0-9a-f]{64}")
-SQLITE: Final = Component(
-    "secret",
-    1,
-    (
-        """
-        CREATE TABLE secret (
-          scope TEXT NOT NULL, name TEXT NOT NULL, sealed TEXT NOT NULL, changed_at REAL NOT NULL,
-          changed_by TEXT NOT NULL, PRIMARY KEY (scope, name)
-        ) WITHOUT ROWID, STRICT;
-        """,
-    ),
-)
 POSTGRES: Final = Component(
     "secret",
     1,
@@ -54,6 +42,7 @@ POSTGRES: Final = Component(
         """,
     ),
 )
+SQLITE: Final = POSTGRES.in_sqlite()
 _COLUMNS: Final = "scope, name, sealed, changed_at, changed_by"
 _log = log.get(__name__)
 

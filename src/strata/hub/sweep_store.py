@@ -20,21 +20,6 @@ from strata.fleet.core.search import SearchSweep
 from strata.fleet.core.sweep_plan import Point
 from strata.fleet.records import StoredSweep
 
-SQLITE: Final = Component(
-    "sweep",
-    2,
-    (
-        """
-        CREATE TABLE sweep (
-          project TEXT NOT NULL, name TEXT NOT NULL, body BLOB NOT NULL, PRIMARY KEY (project, name)
-        ) WITHOUT ROWID, STRICT;
-        CREATE TABLE sweep_trial (
-          project TEXT NOT NULL, digest TEXT NOT NULL, number INTEGER NOT NULL, point BLOB NOT NULL,
-          PRIMARY KEY (project, digest, number)
-        ) WITHOUT ROWID, STRICT;
-        """,
-    ),
-)
 POSTGRES: Final = Component(
     "sweep",
     2,
@@ -50,6 +35,7 @@ POSTGRES: Final = Component(
         """,
     ),
 )
+SQLITE: Final = POSTGRES.in_sqlite()
 _SELECT: Final = "SELECT project, name, body FROM sweep"
 _ORDER: Final = "ORDER BY project, name"
 _encode: Final = msgspec.json.Encoder().encode

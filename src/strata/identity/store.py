@@ -18,35 +18,6 @@ from strata.identity.tokens import same_hash
 
 T = TypeVar("T")
 
-SQLITE: Final = Component(
-    "identity",
-    5,
-    (
-        """
-        CREATE TABLE identity_key (
-          id TEXT PRIMARY KEY, name TEXT NOT NULL, role INTEGER NOT NULL, secret_hash TEXT NOT NULL,
-          made_at REAL NOT NULL, expires_at REAL, revoked_at REAL,
-          used_at REAL
-        ) WITHOUT ROWID, STRICT;
-        CREATE TABLE identity_invite (
-          id TEXT PRIMARY KEY, secret_hash TEXT NOT NULL, made_at REAL NOT NULL, expires_at REAL NOT NULL,
-          pool TEXT NOT NULL, labels TEXT NOT NULL, used_by TEXT NOT NULL, revoked_at REAL,
-          name TEXT NOT NULL DEFAULT ''
-        ) WITHOUT ROWID, STRICT;
-        CREATE TABLE identity_host (
-          id TEXT PRIMARY KEY, name TEXT NOT NULL, public_key TEXT NOT NULL, enrolled_at REAL NOT NULL,
-          pool TEXT NOT NULL, labels TEXT NOT NULL, secret_hash TEXT NOT NULL, certificate_until REAL NOT NULL,
-          revoked_at REAL, revoked_because TEXT NOT NULL
-        ) WITHOUT ROWID, STRICT;
-        CREATE UNIQUE INDEX identity_host_name ON identity_host (name) WHERE revoked_at IS NULL;
-        CREATE TABLE identity_session (
-          id TEXT PRIMARY KEY, credential TEXT NOT NULL, made_at REAL NOT NULL, expires_at REAL NOT NULL,
-          code INTEGER NOT NULL
-        ) WITHOUT ROWID, STRICT;
-        CREATE TABLE identity_revision (id INTEGER PRIMARY KEY, revision INTEGER NOT NULL) STRICT;
-        """,
-    ),
-)
 POSTGRES: Final = Component(
     "identity",
     5,
@@ -76,6 +47,7 @@ POSTGRES: Final = Component(
         """,
     ),
 )
+SQLITE: Final = POSTGRES.in_sqlite()
 BY_INVITE: Final = "invite:"
 """How the actor begins whose invite gets a certificate."""
 

@@ -6,62 +6,13 @@ from typing import Final
 
 from strata.database.migrations import Component
 
-SQLITE: Final = Component(
+POSTGRES: Final = Component(
     "artifact",
     8,
     (
         # `artifact.owner`: whose quota it counts against. `data_name`: whose the names of data are, of the owner who
         # used one first. `artifact_lineage.removed_at`: when it was withdrawn. `artifact_chunk.closed`: a training
         # server has saved the chunk; knowing the digest of one is no right to its bytes.
-        """
-        CREATE TABLE artifact (
-          seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, manifest BLOB NOT NULL,
-          size INTEGER NOT NULL, committed_at REAL NOT NULL, pinned TEXT NOT NULL, removed_at REAL,
-          owner TEXT NOT NULL DEFAULT '', pinned_by TEXT NOT NULL DEFAULT ''
-        ) STRICT;
-        CREATE INDEX artifact_owner ON artifact (owner, size) WHERE removed_at IS NULL;
-        CREATE TABLE artifact_chunk (
-          number INTEGER PRIMARY KEY AUTOINCREMENT, digest TEXT NOT NULL UNIQUE, state TEXT NOT NULL,
-          size INTEGER NOT NULL, wanted_at REAL NOT NULL, checked_at REAL NOT NULL,
-          closed INTEGER NOT NULL DEFAULT 0
-        ) STRICT;
-        CREATE INDEX artifact_chunk_wanted ON artifact_chunk (state, wanted_at);
-        CREATE INDEX artifact_chunk_checked ON artifact_chunk (state, checked_at);
-        CREATE TABLE artifact_ref (
-          chunk INTEGER NOT NULL REFERENCES artifact_chunk, artifact INTEGER NOT NULL REFERENCES artifact,
-          PRIMARY KEY (chunk, artifact)
-        ) WITHOUT ROWID, STRICT;
-        CREATE INDEX artifact_ref_artifact ON artifact_ref (artifact);
-        CREATE TABLE artifact_lineage (
-          seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
-          artifact_id TEXT NOT NULL REFERENCES artifact (id), committed_at REAL NOT NULL, kind TEXT NOT NULL,
-          job_id TEXT NOT NULL, model TEXT NOT NULL, mode TEXT NOT NULL, body BLOB NOT NULL,
-          actor TEXT NOT NULL DEFAULT '', epoch INTEGER NOT NULL DEFAULT 0, owner TEXT NOT NULL DEFAULT '',
-          removed_at REAL
-        ) STRICT;
-        CREATE INDEX artifact_lineage_artifact ON artifact_lineage (artifact_id);
-        CREATE INDEX artifact_lineage_job ON artifact_lineage (job_id);
-        CREATE INDEX artifact_lineage_model ON artifact_lineage (model, mode, kind);
-        CREATE TABLE artifact_metric (
-          lineage INTEGER NOT NULL, name TEXT NOT NULL, value REAL NOT NULL, PRIMARY KEY (lineage, name)
-        ) WITHOUT ROWID, STRICT;
-        CREATE INDEX artifact_metric_value ON artifact_metric (name, value, lineage);
-        CREATE TABLE artifact_parent (
-          parent TEXT NOT NULL, lineage INTEGER NOT NULL, PRIMARY KEY (parent, lineage)
-        ) WITHOUT ROWID, STRICT;
-        CREATE TABLE artifact_blob (
-          sha256 TEXT PRIMARY KEY, artifact_id TEXT NOT NULL REFERENCES artifact (id)
-        ) WITHOUT ROWID, STRICT;
-        CREATE INDEX artifact_blob_artifact ON artifact_blob (artifact_id);
-        CREATE TABLE data_name (name TEXT PRIMARY KEY, owner TEXT NOT NULL) WITHOUT ROWID, STRICT;
-        CREATE INDEX data_name_owner ON data_name (owner);
-        """,
-    ),
-)
-POSTGRES: Final = Component(
-    "artifact",
-    8,
-    (
         """
         CREATE TABLE artifact (
           seq bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, id text COLLATE "C" NOT NULL UNIQUE,
@@ -107,3 +58,4 @@ POSTGRES: Final = Component(
         """,
     ),
 )
+SQLITE: Final = POSTGRES.in_sqlite()

@@ -15,21 +15,6 @@ from strata.fleet.execs import MAX_OPEN, REPORT_S, START_S, ExecRow, RequestedEx
 
 KEPT_S: Final = 86_400.0
 """How long one that has ended can be read."""
-SQLITE: Final = Component(
-    "exec",
-    1,
-    (
-        """
-        CREATE TABLE exec (
-          id TEXT PRIMARY KEY, job_id TEXT NOT NULL, epoch INTEGER NOT NULL, host_id TEXT NOT NULL,
-          actor TEXT NOT NULL, command BLOB NOT NULL, timeout REAL NOT NULL, expires_at REAL NOT NULL,
-          run TEXT NOT NULL DEFAULT '', status INTEGER, error TEXT NOT NULL DEFAULT '', ended_at REAL
-        ) WITHOUT ROWID, STRICT;
-        CREATE INDEX exec_open ON exec (job_id) WHERE ended_at IS NULL;
-        CREATE INDEX exec_ended ON exec (ended_at) WHERE ended_at IS NOT NULL;
-        """,
-    ),
-)
 POSTGRES: Final = Component(
     "exec",
     1,
@@ -46,6 +31,7 @@ POSTGRES: Final = Component(
         """,
     ),
 )
+SQLITE: Final = POSTGRES.in_sqlite()
 _COLUMNS: Final = "id, job_id, epoch, host_id, actor, command, timeout, expires_at, run, status, error, ended_at"
 _LEASED: Final = (
     "EXISTS (SELECT 1 FROM job WHERE job.id = exec.job_id AND job.epoch = exec.epoch"
