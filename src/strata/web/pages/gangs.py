@@ -15,17 +15,16 @@ from strata.coord.view import (
     GangEventsView,
     GangsView,
     GangView,
-    GoodputView,
     LaneSpanView,
     WorkerCountView,
     WorkerView,
 )
 from strata.http.route import VIEWER, Route
+from strata.web.bars import WIDTH, Bar, goodput_bars, stack_bars
 from strata.web.page import Page, View
 from strata.web.render import duration
 
 LIMIT: Final = 50
-WIDTH: Final = 1000.0
 EVERY_S: Final = 5.0
 NAMED: Final = 3
 WORDS: Final = {"INITIALIZING": "initialising", "LOADING_DATA": "loading"}
@@ -41,16 +40,6 @@ class GangPageQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     offset: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
     before: Annotated[int, msgspec.Meta(ge=0)] = 0
     project: Word = ""
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A stretch of a line that is `WIDTH` long."""
-
-    name: str
-    x: float
-    width: float
-    words: str
 
 
 @dataclass(frozen=True)
@@ -88,7 +77,7 @@ async def gang(page: Page, query: GangPageQuery) -> View:
     path = f"/v1/gang/{page.path['id']}"
     found = await page.get(path, GangView, search=query.q, offset=query.offset, limit=LIMIT)
     events = await page.get(f"{path}/events", GangEventsView, before=query.before, limit=20)
-    span = _span(found)
+    span, spent = _span(found), found.goodput
     spans = {each.worker_id: each.spans for each in found.lanes}
     workers = found.job.workers
     lanes = [WorkerLane(each, _state(each.status), _bars(spans.get(each.worker_id, ()), span)) for each in workers]
@@ -114,7 +103,9 @@ async def gang(page: Page, query: GangPageQuery) -> View:
         datasets=[
             (dataset, epoch, _epoch_bars(epoch)) for dataset in found.job.datasets for epoch in dataset.open_epochs
         ],
-        goodput=None if found.goodput is None else _goodput_bars(found.goodput),
+        goodput=None
+        if spent is None
+        else goodput_bars([(part, getattr(spent, f"{part}_ms") / 1000) for part in PARTS]),
         events=events.events,
         next_before=events.next_before,
         limit=LIMIT,
@@ -217,26 +208,9 @@ def _marks(found: GangView, span: tuple[float, float]) -> list[Bar]:
     return marks
 
 
-def _stack(parts: Sequence[tuple[str, float, str]]) -> list[Bar]:
-    """Parts side by side, each with its share of the line."""
-    total = sum(value for _, value, _ in parts)
-    bars, x = [], 0.0
-    for name, value, words in parts:
-        width = value / total * WIDTH if total else 0.0
-        if width:
-            bars.append(Bar(name, x, width, words))
-        x += width
-    return bars
-
-
 def _epoch_bars(epoch: EpochView) -> list[Bar]:
     counts = (epoch.done_shards, epoch.leased_shards, epoch.waiting_shards, epoch.quarantined_shards)
-    return _stack([(name, count, f"{count} {name}") for name, count in zip(SHARDS, counts, strict=True)])
-
-
-def _goodput_bars(found: GoodputView) -> list[Bar]:
-    spent = [(part, getattr(found, f"{part}_ms") / 1000) for part in PARTS]
-    return _stack([(part, each_s, f"{part.replace('_', ' ')} {duration(each_s)}") for part, each_s in spent])
+    return stack_bars([(name, count, f"{count} {name}") for name, count in zip(SHARDS, counts, strict=True)])
 
 
 ROUTES = (Route("GET", "/gangs", VIEWER, gangs), Route("GET", "/gangs/{id}", VIEWER, gang))

@@ -20,6 +20,7 @@ from strata.fleet.wire.history import GoodputReply, JobTimelineReply
 from strata.fleet.wire.jobs import CancelRequest, Job, JobReply
 from strata.fleet.wire.streams import MetricsReply
 from strata.http.route import KIB, MIB, RESEARCHER, VIEWER, RawReply, Route
+from strata.web.bars import WIDTH, Bar, goodput_bars
 from strata.web.page import Form, Page, View
 from strata.web.render import MISSING, duration
 
@@ -27,8 +28,6 @@ LOG_TAIL: Final = 64 * KIB
 EVENTS: Final = 50
 MAX_PLOTS: Final = 24
 POINTS: Final = 500
-WIDTH: Final = 1000.0
-"""The width of a lane of the timeline, in its own units."""
 Id = Annotated[str, msgspec.Meta(max_length=80)]
 
 
@@ -44,22 +43,14 @@ class DownloadQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 @dataclass(frozen=True)
-class LaneBar:
-    x: float
-    width: float
-    phase: str
-    words: str
-
-
-@dataclass(frozen=True)
 class AttemptLane:
     """An attempt on the time axis of its job, with the wait before it."""
 
     attempt: JobAttempt | None
     """None: it waits for one."""
     state: str
-    bars: Sequence[LaneBar]
-    marks: Sequence[LaneBar]
+    bars: Sequence[Bar]
+    marks: Sequence[Bar]
     resumed: bool = False
     """An attempt before it saved a checkpoint."""
 
@@ -115,9 +106,9 @@ async def job(page: Page, query: JobPageQuery) -> View:
         attempts=attempts,
         host_names={**timeline.hosts, **events.hosts},
         lanes=lanes,
-        phases={bar.phase for lane in lanes for bar in (*lane.bars, *lane.marks)},
+        phases={bar.name for lane in lanes for bar in (*lane.bars, *lane.marks)},
         goodput=goodput,
-        ledger=ledger_bars(goodput),
+        ledger=goodput_bars(goodput.seconds.items()),
         progress_of=metrics.progress,
         plots=metric_plots(shown, metrics.names, compared),
         why=await page.get(f"{below}/why", Why) if shown.status is JobStatus.PENDING else None,
@@ -137,11 +128,11 @@ def attempt_lanes(timeline: JobTimelineReply) -> list[AttemptLane]:
     """One lane for each attempt, all on the time axis of the job; what comes before an attempt is in its lane."""
     scale = WIDTH / max(1e-3, timeline.to_s - timeline.from_s)
     numbers = [each.attempt for each in timeline.attempts]
-    bars: dict[int, list[LaneBar]] = {}
-    waiting: list[LaneBar] = []
+    bars: dict[int, list[Bar]] = {}
+    waiting: list[Bar] = []
     for each in timeline.segments:
         words = f"{each.phase} {duration(each.to_s - each.from_s)}"
-        bar = LaneBar((each.from_s - timeline.from_s) * scale, (each.to_s - each.from_s) * scale, each.phase, words)
+        bar = Bar(each.phase, (each.from_s - timeline.from_s) * scale, (each.to_s - each.from_s) * scale, words)
         waiting.append(bar)
         if each.attempt in numbers:
             bars.setdefault(each.attempt, []).extend(waiting)
@@ -152,10 +143,10 @@ def attempt_lanes(timeline: JobTimelineReply) -> list[AttemptLane]:
             "running" if attempt.ended_at_s is None else attempt.outcome or "lost",
             bars.get(attempt.attempt, []),
             [
-                LaneBar(
+                Bar(
+                    "good" if mark.kind in (event_kinds.JOB_COMPLETED, event_kinds.JOB_CHECKPOINTED) else "bad",
                     (mark.at_s - timeline.from_s) * scale,
                     0.0,
-                    "good" if mark.kind in (event_kinds.JOB_COMPLETED, event_kinds.JOB_CHECKPOINTED) else "bad",
                     mark.kind.removeprefix("job."),
                 )
                 for mark in timeline.marks
@@ -166,17 +157,6 @@ def attempt_lanes(timeline: JobTimelineReply) -> list[AttemptLane]:
         for place, attempt in enumerate(timeline.attempts)
     ]
     return [*lanes, AttemptLane(None, "pending", waiting, [])] if waiting else lanes
-
-
-def ledger_bars(goodput: GoodputReply) -> list[LaneBar]:
-    """Returns where the time went, as parts of one bar."""
-    bars, x = [], 0.0
-    for part, seconds in goodput.seconds.items():
-        width = seconds * WIDTH / goodput.wall_s if goodput.wall_s else 0.0
-        if width:
-            bars.append(LaneBar(x, width, part, f"{part.replace('_', ' ')} {duration(seconds)}"))
-        x += width
-    return bars
 
 
 def metric_plots(shown: Job, names: Sequence[str], other: Job | None) -> list[MetricPlot]:

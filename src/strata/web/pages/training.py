@@ -16,6 +16,7 @@ from strata.fleet.wire.servers import ServersReply
 from strata.http.route import VIEWER, RawReply, Route
 from strata.identity.roles import Role
 from strata.train.status.reports import ModelStatus, ServerActivity, ServerStatus, Timeline
+from strata.web.bars import WIDTH, Bar
 from strata.web.page import Page, View
 from strata.web.render import duration
 
@@ -29,7 +30,6 @@ COMPARED: Final = 4
 MAX_PLOTS: Final = 8
 FIRST: Final = ("loss", "reward", "tokens", "grad_norm", "same_weights_gap", "sampler_gap", "sampler_kl", "lr")
 """The order of plots; other metrics come after these."""
-WIDTH: Final = 1000.0
 _AWAY: Final = frozenset({Code.UNAVAILABLE, Code.PRECONDITION, Code.NOT_FOUND, Code.UNSUPPORTED})
 """Errors of a server that is away for a moment, or of an earlier version."""
 
@@ -79,16 +79,9 @@ class ModelPlot:
 
 
 @dataclass(frozen=True)
-class PhaseBar:
-    x: float
-    width: float
-    words: str
-
-
-@dataclass(frozen=True)
 class PhaseLane:
     phase: str
-    bars: Sequence[PhaseBar]
+    bars: Sequence[Bar]
     seconds: float
     """The time of all its bars together."""
 
@@ -215,12 +208,12 @@ def phase_lanes(operations: Sequence[Timeline], now_s: float) -> PhaseLanes | No
     end_s = max(each.ended_at_s or now_s for each in operations)
     begin_s = max(min(each.accepted_at_s for each in operations), end_s - WINDOW_S)
     scale = WIDTH / max(end_s - begin_s, 1e-3)
-    bars: dict[str, list[PhaseBar]] = {phase: [] for phase in LANES}
+    bars: dict[str, list[Bar]] = {phase: [] for phase in LANES}
     seconds = dict.fromkeys(LANES, 0.0)
     for phase, start_s, until_s, words in _spans(operations, now_s):
         if until_s > begin_s:
             x = max(start_s - begin_s, 0.0) * scale
-            bars[phase].append(PhaseBar(x, max((until_s - begin_s) * scale - x, 1.5), words))
+            bars[phase].append(Bar(phase, x, max((until_s - begin_s) * scale - x, 1.5), words))
             seconds[phase] += until_s - start_s
     lanes = [PhaseLane(phase, bars[phase], seconds[phase]) for phase in LANES if bars[phase] or phase != "sample"]
     return PhaseLanes(begin_s, end_s, len(operations), lanes)
