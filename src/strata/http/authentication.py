@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Final, Protocol
 
 from starlette.types import Scope
 
 from strata.base.errors import Code, StrataError
 from strata.http.errors import HttpRefusal
 from strata.http.route import Route
-from strata.identity.authenticate import Authenticator, Credentials
+from strata.identity.authenticate import Credentials
 from strata.identity.roles import CallerKind, Principal, Role
 
 CLIENT_CERTIFICATE: Final = "strata.client_certificate"
@@ -30,6 +30,10 @@ FirstHeaders = Mapping[bytes, bytes]
 Identify = Callable[[Scope, FirstHeaders], Awaitable[Principal]]
 
 
+class CredentialCheck(Protocol):
+    async def identify(self, credentials: Credentials) -> Principal: ...
+
+
 class RequestAuthenticator:
     """`address` is the server's Unix socket, for hints. `key_header` is a header for keys besides `Authorization`, on
     paths that begin with `key_header_below`. `session_cookie` is the cookie of browser sessions; empty: none is
@@ -38,7 +42,7 @@ class RequestAuthenticator:
     def __init__(  # noqa: PLR0913 (where credentials may be)
         self,
         routes: Iterable[Route],
-        authenticator: Authenticator,
+        authenticator: CredentialCheck,
         *,
         address: str,
         key_header: str = "",

@@ -22,7 +22,7 @@ from strata.coord.server.tokens import ALL_JOBS, Claims, RevokedTokens, TokenRol
 from strata.coord.settings import CoordinatorSettings
 from strata.coord.worker.settings import Tls
 from strata.http.app import Serving, build_app
-from strata.http.authentication import ANONYMOUS, ANONYMOUS_VIEWER, FirstHeaders, read_cookie, read_credentials
+from strata.http.authentication import ANONYMOUS, ANONYMOUS_VIEWER, FirstHeaders, RequestAuthenticator
 from strata.http.errors import PLAIN
 from strata.http.protocol import new_protocol
 from strata.http.reading import ReadingRules
@@ -128,19 +128,18 @@ def make_app(source: CoordinatorGangs, sessions: TokenSessions, clock: Clock, st
         tls=False,
         pages=PAGES,
     )
-    public = frozenset((route.method, route.path) for route in pages.routes if route.access.public)
+    routes = (*gang_routes.ROUTES, *pages.routes)
+    authenticator = RequestAuthenticator(routes, sessions, address="", session_cookie=pages.session_cookie)
 
     async def identify(scope: Scope, headers: FirstHeaders) -> Principal:
-        if (scope["method"], scope["path"]) in public:
-            return ANONYMOUS
+        caller = await authenticator.identify(scope, headers)
         given = headers.get(b"host", b"").decode("latin-1")
         name, _, port = given.rpartition(":")
-        if not is_loopback_host((name if port.isdigit() else given).removeprefix("[").removesuffix("]")):
+        at_home = is_loopback_host((name if port.isdigit() else given).removeprefix("[").removesuffix("]"))
+        if caller != ANONYMOUS and not at_home:
             # Else a page of another site could read this one, once its name is made to mean this machine.
             raise StrataError(Code.FORBIDDEN, "this dashboard is called by the address of its own machine")
-        credentials = read_credentials(headers)
-        session = read_cookie(headers, pages.session_cookie)
-        return await sessions.identify(replace(credentials, session=session))
+        return caller
 
     serving = Serving(
         context=LoneContext(source),
@@ -150,7 +149,7 @@ def make_app(source: CoordinatorGangs, sessions: TokenSessions, clock: Clock, st
         errors=replace(PLAIN, page=pages.error_page),
         limits=limits,
     )
-    return build_app((*gang_routes.ROUTES, *pages.routes), serving, identify)
+    return build_app(routes, serving, identify)
 
 
 def run(settings: CoordinatorSettings, at: str, address: str, tls: Tls | None, announce: Callable[[str], None]) -> None:
