@@ -48,6 +48,8 @@ class HubMetrics:
         for outcome in ("completed", *Cause):
             self.attempts.labels(str(outcome))
         self.set_counts(FleetCounts())
+        self.read_at_s = float("-inf")
+        """When the counts were read last; of the monotonic clock."""
 
     def record_claim(self, leases: int) -> None:
         self.claims.labels("granted" if leases else "empty").inc()

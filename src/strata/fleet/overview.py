@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, get_args
+
+import msgspec
 
 from strata.base import log
 from strata.base.loop import MAX_PACED_S
@@ -36,6 +38,7 @@ from strata.fleet.core.why import Why
 from strata.fleet.metric_history import MetricHistory
 from strata.fleet.records import AttemptRow, HostRow, JobFilter, JobLedger, JobRow, OwnerUsages, WaitingClass
 from strata.fleet.service.fleet import Fleet
+from strata.fleet.wire.overview import HistoryFigure, OverviewReply
 
 _log = log.get(__name__)
 OVERVIEW_S: Final = 5.0
@@ -69,42 +72,12 @@ class FleetGoodput:
     whole: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overview:
-    at_s: float
-    attention: Sequence[AttentionItem]
-    by_status: Mapping[str, int]
-    longest_wait_s: float
-    longest_waiting: str
-    cards: int
-    busy_cards: float
-    goodput: float | None
-    hosts: Mapping[str, int]
-    history: Sequence[SamplePoint]
-
-    @property
-    def running(self) -> int:
-        return self.by_status.get(JobStatus.RUNNING, 0)
-
-    @property
-    def waiting(self) -> int:
-        return self.by_status.get(JobStatus.PENDING, 0)
-
-    def values(self) -> dict[str, float]:
-        """Returns the values for the history."""
-        values = {"running": float(self.running), "waiting": float(self.waiting), "busy_cards": self.busy_cards}
-        return values if self.goodput is None else {**values, "goodput": self.goodput}
-
-    def series(self, name: str) -> list[tuple[float, float]]:
-        return [(point.at_s, point.values[name]) for point in self.history if name in point.values]
-
-
 class FleetHistory:
     def __init__(self, fleet: Fleet, metrics: MetricHistory, disk: Callable[[], HubDisk]) -> None:
         self._fleet = fleet
         self._metrics = metrics
         self._disk = disk
-        self._latest: Overview | None = None
+        self._latest: OverviewReply | None = None
         self._computing = asyncio.Lock()
         self._counting = asyncio.Lock()
         self._sampled_at_s = self._cards_at_s = float("-inf")
@@ -218,31 +191,37 @@ class FleetHistory:
         self._latest = latest = await self._compute()
         if latest.at_s - self._sampled_at_s >= SAMPLE_S:
             self._sampled_at_s = latest.at_s
-            self._fleet.samples.add_fleet(latest.values())
+            figures = {"running": latest.running, "waiting": latest.waiting, "busy_cards": latest.busy_cards}
+            values = {name: each.value for name, each in (figures | {"goodput": latest.goodput}).items()}
+            self._fleet.samples.add_fleet({name: value for name, value in values.items() if value is not None})
 
-    async def overview(self, project: str = "") -> Overview:
+    async def overview(self, project: str = "") -> OverviewReply:
         async with self._computing:
             if self._latest is None or self._fleet.now_s() - self._latest.at_s > OVERVIEW_S + MAX_PACED_S:
                 self._latest = await self._compute()
             latest = self._latest
         return await self._of_project(latest, project) if project else latest
 
-    async def _of_project(self, latest: Overview, project: str) -> Overview:
+    async def _of_project(self, latest: OverviewReply, project: str) -> OverviewReply:
         """Disk, hosts, cards and goodput are those of all projects."""
         waiting = await self._fleet.store.statistics.waiting_classes(project)
         first, longest_wait_s = _longest(waiting, latest.at_s)
         failed = await self._failed(latest.at_s, project)
         of_jobs = [*await self._check_unservable(waiting), *attention.check_failed(failed)]
-        return replace(
+        by_status = dict(await self.counts(project))
+        return msgspec.structs.replace(
             latest,
-            attention=[*(each for each in latest.attention if each.kind in attention.OF_FLEET), *of_jobs],
-            by_status=await self.counts(project),
+            attention=(*(each for each in latest.attention if each.kind in attention.OF_FLEET), *of_jobs),
+            by_status=by_status,
+            running=_figure("running", by_status.get(JobStatus.RUNNING, 0)),
+            waiting=_figure("waiting", by_status.get(JobStatus.PENDING, 0)),
+            busy_cards=_figure("busy_cards", latest.busy_cards.value),
+            goodput=_figure("goodput", latest.goodput.value),
             longest_wait_s=longest_wait_s,
             longest_waiting=first,
-            history=(),
         )
 
-    async def _compute(self) -> Overview:
+    async def _compute(self) -> OverviewReply:
         fleet, now_s = self._fleet, self._fleet.now_s()
         counts = await fleet.store.statistics.counts()
         waiting = await fleet.store.statistics.waiting_classes()
@@ -261,17 +240,19 @@ class FleetHistory:
             *attention.check_failed(await self._failed(now_s)),
             *attention.check_backlog(queue, pending, longest_wait_s, now_s),
         ]
-        return Overview(
+        history = average(minutes, _STEP_S)
+        return OverviewReply(
             at_s=now_s,
-            attention=found,
-            by_status=counts.by_status,
+            attention=tuple(found),
+            running=_figure("running", counts.by_status.get(JobStatus.RUNNING, 0), history),
+            waiting=_figure("waiting", pending, history),
             longest_wait_s=longest_wait_s,
             longest_waiting=first,
+            busy_cards=_figure("busy_cards", await self._count_busy_cards(now_s), history),
             cards=fleet.hosts.totals.cards,
-            busy_cards=await self._count_busy_cards(now_s),
-            goodput=share((await self.goodput("", 3600.0)).seconds),
-            hosts={name: len(found) for name, found in by_presence.items()},
-            history=average(minutes, _STEP_S),
+            goodput=_figure("goodput", share((await self.goodput("", 3600.0)).seconds), history),
+            hosts={name: len(rows) for name, rows in by_presence.items()},
+            by_status=dict(counts.by_status),
         )
 
     async def _count_busy_cards(self, now_s: float) -> float:
@@ -318,6 +299,12 @@ class FleetHistory:
             for row in rows
             if row.changed_at_s >= now_s - DAY_S
         ]
+
+
+def _figure(name: str, value: float | None, history: Sequence[SamplePoint] = ()) -> HistoryFigure:
+    points = [point for point in history if name in point.values]
+    at_s, values = tuple(point.at_s for point in points), tuple(point.values[name] for point in points)
+    return HistoryFigure(value=value, at_s=at_s, values=values)
 
 
 def _longest(waiting: Iterable[WaitingClass], now_s: float) -> tuple[str, float]:

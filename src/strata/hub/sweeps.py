@@ -22,7 +22,7 @@ from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.database import event_kinds
 from strata.database.events import EventRecord
-from strata.fleet.core.job import JobStatus
+from strata.fleet.core.job import TERMINAL, JobStatus
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.ownership import Submitter, check_owners
 from strata.fleet.core.plan import ApplyPlan
@@ -52,7 +52,6 @@ from strata.identity.authenticate import is_valid_actor
 
 TRIES: Final = 16
 """Proposals of points that were all tried before, until the space counts as exhausted."""
-_ENDED: Final = frozenset({JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.CANCELLED})
 _PAGE: Final = 1000
 LEASE: Final = "sweeps"
 RENEW_S: Final = LEASE_S / 3
@@ -97,7 +96,7 @@ class DeclaredSweeps:
 
     async def stop(self, project: str, name: str, actor: str, submitter: Submitter) -> None:
         rows = await _jobs(self._fleet, project, name)
-        has_ended = all(row.status in _ENDED for row in rows)
+        has_ended = all(row.status in TERMINAL for row in rows)
 
         def check(stored: StoredSweep) -> None:
             planned = 0 if stored.sweep is None else stored.sweep.search.trials
@@ -272,7 +271,7 @@ class SweepRunner:
                 return
             trials.append(trial)
             following = trial.number + 1
-        if all(row.status in _ENDED for row in rows) and all(trial.state for trial in trials):
+        if all(row.status in TERMINAL for row in rows) and all(trial.state for trial in trials):
             self._settled[stored.project, stored.name] = stored, self._clock.monotonic_s()
 
     async def _trial(self, sweep: SearchSweep, row: JobRow) -> Trial | None:
@@ -280,7 +279,7 @@ class SweepRunner:
         point = None if number is None else trial_point(sweep, number, row.spec)
         if number is None or point is None:
             return None
-        if row.status not in _ENDED:
+        if row.status not in TERMINAL:
             return Trial(number=number, point=point)
         if row.status is JobStatus.COMPLETED:
             values = await self._objective(sweep, row)
@@ -383,7 +382,7 @@ class SweepRunner:
         while not reader.whole and (content := await self._streams.read(row.id, row.epoch, "metrics", reader.offset)):
             if not reader.take(content, metric, sweep.search.objective[metric]):
                 break
-        reader.whole = row.status in _ENDED
+        reader.whole = row.status in TERMINAL
         return rung_values(reader.reports, halving)
 
 

@@ -24,7 +24,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.base.secret import Secret
 from strata.database.events import StoredEvent
-from strata.fleet.wire.events import FeedEvent
+from strata.fleet.http.feed import feed_event
 from strata.hub.cursor_store import FeedDelivery
 from strata.hub.outbound import WebhookTarget, post
 
@@ -69,15 +69,7 @@ class WebhookDispatcher:
 
     async def _post(self, recorded: StoredEvent) -> None:
         event = recorded.event
-        message = FeedEvent(
-            cursor=recorded.cursor,
-            at_s=event.at_s,
-            actor=event.actor,
-            kind=event.kind,
-            subject=event.subject,
-            body=event.body,
-        )
-        body = msgspec.json.encode(message)
+        body = msgspec.json.encode(feed_event(recorded))
         timestamp = str(int(self._clock.wall_s()))
         headers = {
             "Content-Type": "application/json",

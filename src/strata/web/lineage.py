@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from strata.fleet.core.objective import MetricObjective
 from strata.fleet.wire.artifacts import ArtifactRecord
-from strata.fleet.wire.sweeps import MetricObjective
 
 NODE_WIDTH: Final = 200
 NODE_HEIGHT: Final = 64

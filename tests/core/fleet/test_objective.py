@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from strata.fleet.core.objective import Objective, best_index, choose_objective, direction_of, flatten, varied_names
+from strata.fleet.core.objective import (
+    MetricObjective,
+    best_index,
+    choose_objective,
+    direction_of,
+    flatten,
+    varied_names,
+)
 
 
 @pytest.mark.parametrize(
@@ -24,24 +31,24 @@ def test_the_words_of_a_name_tell_which_way_is_better(metric: str, direction: st
 
 
 def test_a_held_out_figure_goes_before_a_training_figure() -> None:
-    assert choose_objective([{"loss": 1.0, "val_loss": 2.0, "lr": 0.1}]) == Objective("val_loss", "minimize")
+    assert choose_objective([{"loss": 1.0, "val_loss": 2.0, "lr": 0.1}]) == MetricObjective("val_loss", "minimize")
 
 
 def test_a_known_figure_goes_before_a_name_that_says_nothing() -> None:
-    assert choose_objective([{"epoch": 3.0, "reward": 1.0}]) == Objective("reward", "maximize")
+    assert choose_objective([{"epoch": 3.0, "reward": 1.0}]) == MetricObjective("reward", "maximize")
 
 
 def test_a_metric_that_few_runs_report_decides_nothing() -> None:
     reported = [{"loss": 1.0}, {"loss": 2.0}, {"loss": 3.0, "val_loss": 0.1}]
-    assert choose_objective(reported) == Objective("loss", "minimize")
+    assert choose_objective(reported) == MetricObjective("loss", "minimize")
     assert choose_objective([]) is None
     assert choose_objective([{}, {}]) is None
 
 
 def test_the_best_run_is_the_first_of_equal_ones() -> None:
-    lower = Objective("loss", "minimize")
+    lower = MetricObjective("loss", "minimize")
     assert best_index(lower, [{"loss": 2.0}, {}, {"loss": 1.0}, {"loss": 1.0}]) == 2
-    assert best_index(Objective("loss", "maximize"), [{"loss": 2.0}, {"loss": 1.0}]) == 0
+    assert best_index(MetricObjective("loss", "maximize"), [{"loss": 2.0}, {"loss": 1.0}]) == 0
     assert best_index(lower, [{}]) is None
 
 

@@ -113,7 +113,7 @@ async def test_the_hub_serves_what_the_page_lists(tmp_path: Path) -> None:
         await hub.add(JobSpec(model="n", trainer="t"))
         again = {each.name: each for each in text_string_to_metric_families((await viewer.get("/metrics")).text)}
         assert value(again, "strata_hub_jobs", status="pending") == 0
-        hub.hub.context.scrape.read_at_s = float("-inf")
+        hub.hub.context.hub_metrics.read_at_s = float("-inf")
         later = {each.name: each for each in text_string_to_metric_families((await viewer.get("/metrics")).text)}
         assert value(later, "strata_hub_jobs", status="pending") == 1
 

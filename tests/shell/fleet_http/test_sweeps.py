@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.core.objective import MetricObjective
 from strata.fleet.core.ownership import OPERATOR
 from strata.fleet.core.search import SearchPlan, SearchSweep, Trial, sampler_seed
 from strata.fleet.core.sweep_plan import Range
@@ -23,7 +24,7 @@ from strata.fleet.wire.jobs import Job
 from strata.fleet.wire.leases import HeartbeatsReply
 from strata.fleet.wire.manifests import ManifestReply
 from strata.fleet.wire.streams import PieceReply
-from strata.fleet.wire.sweeps import MetricObjective, SweepReply
+from strata.fleet.wire.sweeps import SweepReply
 from strata.hub.search_study import propose
 from strata.hub.sweep_store import SweepChanges
 from strata.hub.tables import open_tables

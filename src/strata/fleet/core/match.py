@@ -156,26 +156,15 @@ def _system(requirement: RequirementClass, host: Profile) -> Iterator[MismatchRe
             )
 
 
-def _sandbox(requirement: RequirementClass, host: Profile) -> Iterator[MismatchReason]:
-    needed = requirement.needs.require_sandbox
-    if SANDBOX_LEVELS.index(host.sandbox) < SANDBOX_LEVELS.index(needed):
-        yield MismatchReason(
-            constraint="require_sandbox",
-            needed=needed,
-            has=host.sandbox,
-            fix=f"see 'strata agent check' on {host.host}, or set require_sandbox = \"{host.sandbox}\"",
-        )
-
-
-def _limits(requirement: RequirementClass, host: Profile) -> Iterator[MismatchReason]:
-    needed = requirement.needs.require_limits
-    if LIMITS_LEVELS.index(host.limits) < LIMITS_LEVELS.index(needed):
-        yield MismatchReason(
-            constraint="require_limits",
-            needed=needed,
-            has=host.limits,
-            fix=f"see 'strata agent check' on {host.host}, or set require_limits = \"{host.limits}\"",
-        )
+def _levels(requirement: RequirementClass, host: Profile) -> Iterator[MismatchReason]:
+    needs = requirement.needs
+    for constraint, levels, needed, has in (
+        ("require_sandbox", SANDBOX_LEVELS, needs.require_sandbox, host.sandbox),
+        ("require_limits", LIMITS_LEVELS, needs.require_limits, host.limits),
+    ):
+        if levels.index(has) < levels.index(needed):
+            fix = f"see 'strata agent check' on {host.host}, or set {constraint} = \"{has}\""
+            yield MismatchReason(constraint=constraint, needed=needed, has=has, fix=fix)
 
 
 def _gpus(requirement: RequirementClass, host: Profile) -> Iterator[MismatchReason]:
@@ -237,8 +226,7 @@ _CHECKS: Final[tuple[Callable[[RequirementClass, Profile], Iterator[MismatchReas
     _names,
     _pool,
     _system,
-    _sandbox,
-    _limits,
+    _levels,
     _gpus,
     _memory,
     _amounts,

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
+
+import msgspec
 
 from strata.fleet.core.search import Direction
 
@@ -23,9 +25,11 @@ _HIGHER: Final = frozenset(
 )
 
 
-class Objective(NamedTuple):
+class MetricObjective(msgspec.Struct, frozen=True):
     metric: str
     direction: Direction
+    declared: bool = False
+    """False: the hub has chosen it among the metrics that there are."""
 
     def better(self, one: float, other: float) -> bool:
         return one < other if self.direction == "minimize" else one > other
@@ -36,7 +40,7 @@ def direction_of(metric: str) -> Direction:
     return "minimize" if _words(metric) & _LOWER else "maximize"
 
 
-def choose_objective(reported: Iterable[Mapping[str, float]]) -> Objective | None:
+def choose_objective(reported: Iterable[Mapping[str, float]]) -> MetricObjective | None:
     """The metric that matters among those that at least half as many runs report as report the most frequent one."""
     counts = Counter(name for values in reported for name in values)
     if not counts:
@@ -44,10 +48,10 @@ def choose_objective(reported: Iterable[Mapping[str, float]]) -> Objective | Non
     most = max(counts.values())
     candidates = [name for name, count in counts.items() if 2 * count >= most]
     chosen = min(candidates, key=_rank)
-    return Objective(chosen, direction_of(chosen))
+    return MetricObjective(chosen, direction_of(chosen))
 
 
-def best_index(objective: Objective, reported: Sequence[Mapping[str, float]]) -> int | None:
+def best_index(objective: MetricObjective, reported: Sequence[Mapping[str, float]]) -> int | None:
     """The position of the best run; the first of equal ones. None if no run has the metric."""
     best: int | None = None
     for index, values in enumerate(reported):

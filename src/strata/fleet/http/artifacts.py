@@ -13,7 +13,7 @@ from strata.fleet.artifacts import export
 from strata.fleet.artifacts.manifest import ArtifactChunk, ArtifactKind, Lineage
 from strata.fleet.artifacts.ports import LineageFilter
 from strata.fleet.artifacts.service import BLOB_PATH
-from strata.fleet.core.objective import choose_objective
+from strata.fleet.core.objective import MetricObjective, choose_objective
 from strata.fleet.http.context import HubCall, HubContext, calling_host, own_hold, resolve_artifact_id, submitter_of
 from strata.fleet.http.quotas import caller_account, check_stored_bytes, job_account
 from strata.fleet.records import AttemptKey
@@ -34,7 +34,6 @@ from strata.fleet.wire.artifacts import (
     MissingRequest,
     PinRequest,
 )
-from strata.fleet.wire.sweeps import MetricObjective
 from strata.http.route import RawReply, Upload
 from strata.identity.roles import CallerKind
 
@@ -46,8 +45,7 @@ _BYTES: Final = "application/octet-stream"
 
 async def missing(call: HubCall, body: MissingRequest) -> MissingReply:
     """Returns which of these chunks have to be sent, and how much of each is there already."""
-    context = call.context
-    plan = await context.artifacts.plan(body.chunks, call.actor)
+    plan = await call.context.artifacts.plan(body.chunks, call.actor)
     if plan.missing and not calling_host(call):
         # Before the bytes are sent, and not only when they are committed.
         await check_stored_bytes(call, sum(each.size for each in plan.missing))
@@ -56,8 +54,7 @@ async def missing(call: HubCall, body: MissingRequest) -> MissingReply:
 
 async def put_chunk(call: HubCall, body: Upload, query: ChunkQuery) -> None:
     """A chunk, or the rest of one from `offset` on. Verified and durable when the reply comes."""
-    context = call.context
-    await context.artifacts.put_chunk(
+    await call.context.artifacts.put_chunk(
         ArtifactChunk(call.path["digest"], query.size), body, call.actor, offset=query.offset
     )
 
@@ -99,27 +96,25 @@ async def put_model(call: HubCall, body: Upload, query: BlobQuery) -> CommitRepl
 
 async def put_source(call: HubCall, body: Upload) -> CommitReply:
     """The source of a trainer as one opaque file; its id is the SHA-256 of its bytes."""
-    context = call.context
     lineage = Lineage(kind=ArtifactKind.SOURCE)
     account = await caller_account(call)
-    return await context.artifacts.put_blob(call.path["id"], body, lineage, call.actor, account=account)
+    return await call.context.artifacts.put_blob(call.path["id"], body, lineage, call.actor, account=account)
 
 
 async def get_model(call: HubCall) -> RawReply:
     """A result as it was uploaded."""
-    context = call.context
-    return await _blob(context, call)
+    return await _blob(call)
 
 
 async def get_source(call: HubCall) -> RawReply:
     """The source of a trainer as it was uploaded. A host reads those that its leases name."""
-    context = call.context
     if host := calling_host(call):
-        await context.leased.check_source(host, call.path["id"])
-    return await _blob(context, call)
+        await call.context.leased.check_source(host, call.path["id"])
+    return await _blob(call)
 
 
-async def _blob(context: HubContext, call: HubCall) -> RawReply:
+async def _blob(call: HubCall) -> RawReply:
+    context = call.context
     artifact_id = await context.artifacts.index.blob(call.path["id"])
     row = await context.artifacts.open(artifact_id)
     (file,) = row.manifest.files
@@ -129,7 +124,6 @@ async def _blob(context: HubContext, call: HubCall) -> RawReply:
 
 async def listed(call: HubCall, query: ArtifactsQuery) -> ArtifactsReply:
     """Artifacts and where they came from, the latest first; or the best, by a metric."""
-    context = call.context
     if query.metric and query.before is not None:
         raise StrataError(Code.INVALID, "what is ordered by a metric has one page only")
     wanted = LineageFilter(
@@ -146,21 +140,19 @@ async def listed(call: HubCall, query: ArtifactsQuery) -> ArtifactsReply:
         before_seq=_NEWEST if query.before is None else query.before,
         limit=query.limit,
     )
-    rows = await context.artifacts.index.lineages(wanted)
+    rows = await call.context.artifacts.index.lineages(wanted)
     more = rows[-1].seq if len(rows) == query.limit and not query.metric else None
     return ArtifactsReply(artifacts=tuple(rows), next=more, objective=_objective(rows))
 
 
 async def latest(call: HubCall, query: LatestQuery) -> ArtifactRecord:
     """The newest artifact of a model."""
-    context = call.context
-    return await context.artifacts.latest(query.model, query.mode, kind=query.kind)
+    return await call.context.artifacts.latest(query.model, query.mode, kind=query.kind)
 
 
 async def best(call: HubCall, query: BestQuery) -> ArtifactRecord:
     """The result of a model with the highest, or lowest, figure."""
-    context = call.context
-    return await context.artifacts.best(query.model, query.metric, query.mode, lowest=query.lowest)
+    return await call.context.artifacts.best(query.model, query.metric, query.mode, lowest=query.lowest)
 
 
 async def show(call: HubCall) -> ArtifactReply:
@@ -220,8 +212,7 @@ async def bundle(call: HubCall) -> RawReply:
 
 async def index(call: HubCall) -> RawReply:
     """`index.jsonl`: all results, a line each, with the path of their bundle below /v1/export/."""
-    context = call.context
-    return RawReply(_lines(context), media_type="application/x-ndjson")
+    return RawReply(_lines(call.context), media_type="application/x-ndjson")
 
 
 async def exported(call: HubCall) -> RawReply:
@@ -316,5 +307,4 @@ async def _attempt_lineage(context: HubContext, given: Lineage, held: AttemptKey
 
 
 def _objective(rows: Sequence[ArtifactRecord]) -> MetricObjective | None:
-    chosen = choose_objective(row.lineage.metrics for row in rows)
-    return None if chosen is None else MetricObjective(metric=chosen.metric, direction=chosen.direction)
+    return choose_objective(row.lineage.metrics for row in rows)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
+import msgspec
+
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.ids import resolve_prefix
@@ -149,13 +151,6 @@ class ServedAt:
     url: str = ""
 
 
-@dataclass
-class LastScrape:
-    """When counts were read for the metrics; of the monotonic clock."""
-
-    read_at_s: float = float("-inf")
-
-
 @dataclass(frozen=True, kw_only=True)
 class GangCoordinator:
     """The coordinator of the gangs of this hub, and the tokens that let their workers in."""
@@ -225,7 +220,6 @@ class HubContext:
     """Digests of the bundles of the export, by artifact: each is read once to compute its digest."""
     hub_metrics: HubMetrics = field(default_factory=HubMetrics)
     """The metrics for Prometheus."""
-    scrape: LastScrape = field(default_factory=LastScrape)
     data: Path | None = None
     """The folder whose disk the metrics show."""
 
@@ -271,6 +265,15 @@ async def resolve_host(call: HubCall) -> HostRow:
     if not matches:
         raise StrataError(Code.NOT_FOUND, f"there is no host {text[:100]!r}")
     return matches[0]
+
+
+def named_in_path(call: HubCall, kind: Any, rule: str) -> str:
+    """The name in the path; INVALID with the rule that it breaks."""
+    try:
+        name: str = msgspec.convert(call.path["name"], kind)
+    except msgspec.ValidationError:
+        raise StrataError(Code.INVALID, rule) from None
+    return name
 
 
 def calling_host(call: HubCall) -> str:

@@ -10,6 +10,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.database.events import NEWEST, EventFilter, StoredEvent
 from strata.fleet.http.context import HubCall, HubContext, submitter_of
+from strata.fleet.http.feed import feed_event
 from strata.fleet.http.long_poll import wait_event
 from strata.fleet.records import JobFilter
 from strata.fleet.wire.events import EventsQuery, EventsReply, FeedEvent
@@ -36,12 +37,12 @@ async def events(call: HubCall, query: EventsQuery) -> EventsReply | RawReply:
     if after == NEWEST:
         after = await context.feed.newest()
     if "text/event-stream" not in call.headers.get("accept", ""):
-        return await _page(context, call, after, query)
+        return await _page(call, after, query)
     # The first read is made here, so an invalid cursor is refused and does not break the stream.
     first = await context.feed.after(after, _PAGE, subject=query.subject)
     if context.feed.listeners >= MAX_LISTENERS:
         raise StrataError(Code.EXHAUSTED, f"{MAX_LISTENERS} listeners are connected already")
-    return RawReply(_stream(context, call, after, first, _filter(query)), media_type="text/event-stream")
+    return RawReply(_stream(call, after, first, _filter(query)), media_type="text/event-stream")
 
 
 def _filter(query: EventsQuery) -> EventFilter:
@@ -70,7 +71,8 @@ async def _jobs(context: HubContext, shown: Sequence[FeedEvent]) -> dict[str, st
     return {row.id: row.spec.label for row in rows}
 
 
-async def _page(context: HubContext, call: HubCall, after: str, query: EventsQuery) -> EventsReply:
+async def _page(call: HubCall, after: str, query: EventsQuery) -> EventsReply:
+    context = call.context
     events = await context.feed.after(after, query.limit, subject=query.subject)
     if not events and query.wait_s:
         events = await until_disconnect(call, context.stopping, _wait(context, after, query))
@@ -95,9 +97,8 @@ async def _wait(context: HubContext, after: str, query: EventsQuery) -> Sequence
         await wait_event(changed, left_s)
 
 
-async def _stream(
-    context: HubContext, call: HubCall, after: str, first: Sequence[StoredEvent], wanted: EventFilter
-) -> AsyncIterator[bytes]:
+async def _stream(call: HubCall, after: str, first: Sequence[StoredEvent], wanted: EventFilter) -> AsyncIterator[bytes]:
+    context = call.context
     with context.feed.listening():
         yield b"retry: 1000\n\n"
         events = first
@@ -135,12 +136,4 @@ def _event(recorded: StoredEvent, call: HubCall) -> FeedEvent:
     """Returns where people work is for operators to see, and for themselves."""
     event = recorded.event
     shown = submitter_of(call).operator or event.actor == call.actor
-    return FeedEvent(
-        cursor=recorded.cursor,
-        at_s=event.at_s,
-        actor=event.actor,
-        kind=event.kind,
-        subject=event.subject,
-        body=event.body,
-        address=event.address if shown else "",
-    )
+    return feed_event(recorded, event.address if shown else "")

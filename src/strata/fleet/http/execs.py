@@ -21,7 +21,7 @@ POLL_S: Final = 2.0
 async def request(call: HubCall, body: ExecRequest) -> ExecReply:
     """Run a command beside a running job, in its sandbox and as its user. A researcher: in a job of her own."""
     job_id = await resolve_job_id(call)
-    await check_may_change(call.context, call, job_id)
+    await check_may_change(call, job_id)
     wanted = RequestedExec(job_id=job_id, command=body.command, timeout_s=body.timeout_s, actor=call.actor)
     row = await call.context.execs.request(wanted)
     if row is None:
@@ -96,7 +96,7 @@ async def end(call: HubCall, body: ExecEndRequest) -> None:
 
 async def _of_a_person(call: HubCall) -> ExecRow:
     job_id = await resolve_job_id(call)
-    await check_may_change(call.context, call, job_id)
+    await check_may_change(call, job_id)
     return await call.context.execs.find(job_id, call.path["exec"])
 
 

@@ -16,6 +16,7 @@ from strata.base import log
 from strata.base.notify import Broadcast
 from strata.database.event_kinds import FREQUENT
 from strata.database.events import EventRecord, StoredEvent
+from strata.fleet.wire.events import FeedEvent
 
 POLL_S: Final = 1.0
 """How often the table is read without a notification: another hub may write to it too."""
@@ -24,6 +25,20 @@ GAP_S: Final = 0.02
 _MAX_RECENT: Final = 4096
 _PAGE: Final = 1000
 _log = log.get(__name__)
+
+
+def feed_event(recorded: StoredEvent, address: str = "") -> FeedEvent:
+    """Returns an event as clients and webhooks get it. Only some may see the address that its request came from."""
+    event = recorded.event
+    return FeedEvent(
+        cursor=recorded.cursor,
+        at_s=event.at_s,
+        actor=event.actor,
+        kind=event.kind,
+        subject=event.subject,
+        body=event.body,
+        address=address,
+    )
 
 
 class ReadEvents(Protocol):

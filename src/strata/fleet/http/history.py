@@ -9,7 +9,6 @@ from strata.database import event_kinds
 from strata.fleet.core.goodput import JobInterruption, LedgerEvent, share
 from strata.fleet.http.context import HubCall, HubContext, resolve_job_id
 from strata.fleet.http.jobs import attempt_reply
-from strata.fleet.overview import Overview
 from strata.fleet.records import AttemptRow
 from strata.fleet.wire.history import (
     GoodputQuery,
@@ -18,7 +17,7 @@ from strata.fleet.wire.history import (
     JobTimelineReply,
     TimelineMark,
 )
-from strata.fleet.wire.overview import HistoryFigure, OverviewQuery, OverviewReply
+from strata.fleet.wire.overview import OverviewQuery, OverviewReply
 
 _MARKED: Final = frozenset(
     {
@@ -36,20 +35,7 @@ _MARKED: Final = frozenset(
 
 async def overview(call: HubCall, query: OverviewQuery) -> OverviewReply:
     """Returns what needs a person, and four figures with their history of a day; of all projects, or of one."""
-    found = await call.context.history.overview(query.project)
-    return OverviewReply(
-        at_s=found.at_s,
-        attention=tuple(found.attention),
-        running=_figure(found, "running", found.running),
-        waiting=_figure(found, "waiting", found.waiting),
-        longest_wait_s=found.longest_wait_s,
-        longest_waiting=found.longest_waiting,
-        busy_cards=_figure(found, "busy_cards", found.busy_cards),
-        cards=found.cards,
-        goodput=_figure(found, "goodput", found.goodput),
-        hosts=dict(found.hosts),
-        by_status=dict(found.by_status),
-    )
+    return await call.context.history.overview(query.project)
 
 
 async def timeline(call: HubCall) -> JobTimelineReply:
@@ -98,12 +84,6 @@ async def fleet_goodput(call: HubCall, query: GoodputQuery) -> GoodputReply:
         jobs=found.jobs,
         whole=found.whole,
     )
-
-
-def _figure(overview: Overview, name: str, value: float | None) -> HistoryFigure:
-    points = overview.series(name)
-    at_s, values = tuple(at_s for at_s, _ in points), tuple(each for _, each in points)
-    return HistoryFigure(value=value, at_s=at_s, values=values)
 
 
 async def _names(context: HubContext, attempts: Iterable[AttemptRow]) -> Mapping[str, str]:

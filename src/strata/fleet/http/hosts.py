@@ -45,8 +45,7 @@ async def listed(call: HubCall) -> HostsReply:
 
 async def show(call: HubCall) -> Host:
     """One host, by id or name."""
-    context = call.context
-    return _host_reply(context, await resolve_host(call))
+    return _host_reply(call.context, await resolve_host(call))
 
 
 async def samples(call: HubCall, query: SamplesQuery) -> SamplesReply:
@@ -125,26 +124,23 @@ async def plan(call: HubCall, query: HostPlanQuery) -> HostPlanReply:
 
 async def drain(call: HubCall, body: HostStateRequest) -> Host:
     """Let it finish what it has, and give it nothing more."""
-    context = call.context
-    return await _set(context, call, "draining", body.reason)
+    return await _set(call, "draining", body.reason)
 
 
 async def pause(call: HubCall, body: HostStateRequest) -> Host:
     """Give it nothing more until it is resumed."""
-    context = call.context
-    return await _set(context, call, "paused", body.reason)
+    return await _set(call, "paused", body.reason)
 
 
 async def resume(call: HubCall, body: HostStateRequest) -> Host:
     """Let it work again, also out of quarantine."""
-    context = call.context
-    return await _set(context, call, "active", body.reason)
+    return await _set(call, "active", body.reason)
 
 
 async def revoke(call: HubCall, body: HostStateRequest) -> None:
     """End its credentials: it is refused from now on, and its jobs go to others when their leases run out."""
     context = call.context
-    host_id = await _resolve_enrolled_host(context, call)
+    host_id = await _resolve_enrolled_host(call)
     reason = body.reason or "revoked"
     await context.identity.revoke_host(host_id, reason, call.actor, context.clock.wall_s())
     context.authenticator.invalidate()
@@ -153,17 +149,18 @@ async def revoke(call: HubCall, body: HostStateRequest) -> None:
         await context.fleet.hosts.set_state(host_id, "left", reason, call.actor)
 
 
-async def _set(context: HubContext, call: HubCall, state: Literal["active", "draining", "paused"], reason: str) -> Host:
+async def _set(call: HubCall, state: Literal["active", "draining", "paused"], reason: str) -> Host:
+    context = call.context
     row = await resolve_host(call)
     if row.state == "left":
         raise StrataError(Code.PRECONDITION, f"{row.name} has left", hint="it comes back with strata join")
     return _host_reply(context, await context.fleet.hosts.set_state(row.id, state, reason, call.actor))
 
 
-async def _resolve_enrolled_host(context: HubContext, call: HubCall) -> str:
+async def _resolve_enrolled_host(call: HubCall) -> str:
     """Also a host that never registered has credentials that can be ended."""
     text = call.path["id"]
-    hosts = await context.identity.hosts()
+    hosts = await call.context.identity.hosts()
     matches = [host.id for host in hosts if text == host.id or (text == host.name and host.revoked_at_s is None)]
     if not matches:
         raise StrataError(Code.NOT_FOUND, f"there is no host {text[:100]!r}")

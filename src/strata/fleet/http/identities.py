@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
@@ -37,8 +37,7 @@ from strata.identity.sessions import CODE_S
 
 async def authority(call: HubCall) -> RawReply:
     """The certificate of the hub's authority: compare its pin before you trust it."""
-    context = call.context
-    return RawReply(context.authority.certificate_pem, media_type="application/x-pem-file")
+    return RawReply(call.context.authority.certificate_pem, media_type="application/x-pem-file")
 
 
 async def join(call: HubCall, body: JoinRequest) -> CertificateReply:
@@ -78,7 +77,6 @@ async def invite(call: HubCall, body: InviteRequest) -> InviteReply:
 
 async def invites(call: HubCall) -> InvitesReply:
     """Invitations, used and unused; never their secrets."""
-    context = call.context
     return InvitesReply(
         invites=tuple(
             Invited(
@@ -91,7 +89,7 @@ async def invites(call: HubCall) -> InvitesReply:
                 used=bool(each.used_by),
                 revoked_at_s=each.revoked_at_s,
             )
-            for each in await context.identity.invites()
+            for each in await call.context.identity.invites()
         )
     )
 
@@ -106,7 +104,7 @@ async def caller(call: HubCall) -> CallerReply:
     """Returns who the caller is, and until when."""
     context = call.context
     who = call.caller
-    role = None if who.role is None else _NAMES[who.role]
+    role = None if who.role is None else _name_of(who.role)
     key = await context.identity.key(who.id) if who.kind is CallerKind.KEY else None
     host = await context.identity.host(who.id) if who.kind is CallerKind.HOST else None
     identity = key or host
@@ -144,7 +142,7 @@ async def add_key(call: HubCall, body: HubKeyRequest) -> HubKeyReply:
     if context.owner_only and role in FEIGNED and not body.owner:
         raise StrataError(
             Code.PRECONDITION,
-            f"whoever submits jobs to `strata up` is its owner: a {_NAMES[role]} here could do all that you can",
+            f"whoever submits jobs to `strata up` is its owner: a {_name_of(role)} here could do all that you can",
             hint="use `strata hub` with agents that have run_as, or --owner for a key of your own",
         )
     key, text = await make_key(
@@ -178,11 +176,10 @@ def _certificate_reply(context: HubContext, host_id: str, name: str, issued: Iss
 
 
 def _key_reply(context: HubContext, key: ApiKey) -> HubKey:
-    name: RoleName = _NAMES[key.role]
     return HubKey(
         id=key.id,
         name=key.name,
-        role=name,
+        role=_name_of(key.role),
         made_at_s=key.made_at_s,
         expires_at_s=key.expires_at_s,
         revoked_at_s=key.revoked_at_s,
@@ -190,9 +187,5 @@ def _key_reply(context: HubContext, key: ApiKey) -> HubKey:
     )
 
 
-_NAMES: dict[Role, RoleName] = {
-    Role.VIEWER: "viewer",
-    Role.RESEARCHER: "researcher",
-    Role.OPERATOR: "operator",
-    Role.ADMIN: "admin",
-}
+def _name_of(role: Role) -> RoleName:
+    return cast("RoleName", role.name.lower())

@@ -86,8 +86,7 @@ async def show(call: HubCall) -> JobReply:
 
 async def why(call: HubCall) -> Why:
     """Returns why a job is not running, and the nearest fix."""
-    context = call.context
-    return await context.fleet.jobs.why(await resolve_job_id(call))
+    return await call.context.fleet.jobs.why(await resolve_job_id(call))
 
 
 async def status(call: HubCall) -> StatusReply:
@@ -130,36 +129,33 @@ async def submit(call: HubCall, body: SubmitRequest) -> SubmitReply:
 async def cancel(call: HubCall, body: CancelRequest) -> Job:
     """End a job, or the gang that it belongs to; a host that has it learns so with its next heartbeat. A researcher may
     end a job of her own."""
-    context = call.context
     job_id = await resolve_job_id(call)
-    await check_may_change(context, call, job_id)
-    return job_reply(await context.fleet.jobs.cancel(job_id, body.reason, call.actor))
+    await check_may_change(call, job_id)
+    return job_reply(await call.context.fleet.jobs.cancel(job_id, body.reason, call.actor))
 
 
 async def requeue(call: HubCall) -> Job:
     """Let an ended job run again, or the gang that it belongs to, or hosts try again that could not set it up. A
     researcher: only a job of her own."""
-    context = call.context
     job_id = await resolve_job_id(call)
-    await check_may_change(context, call, job_id)
+    await check_may_change(call, job_id)
     await check_stored_bytes(call)
-    return job_reply(await context.fleet.jobs.requeue(job_id, call.actor, submitter_of(call)))
+    return job_reply(await call.context.fleet.jobs.requeue(job_id, call.actor, submitter_of(call)))
 
 
 async def archive(call: HubCall) -> Job:
     """Leave an ended job out of lists and counts, with its gang. A researcher may archive a job of her own."""
-    context = call.context
     job_id = await resolve_job_id(call)
-    await check_may_change(context, call, job_id)
-    return job_reply(await context.fleet.jobs.archive(job_id, call.actor))
+    await check_may_change(call, job_id)
+    return job_reply(await call.context.fleet.jobs.archive(job_id, call.actor))
 
 
-async def check_may_change(context: HubContext, call: HubCall, job_id: str) -> None:
+async def check_may_change(call: HubCall, job_id: str) -> None:
     """An operator any job, others a job of their own."""
     submitter = submitter_of(call)
     if submitter.operator:
         return
-    row = await context.fleet.store.jobs.get(job_id)
+    row = await call.context.fleet.store.jobs.get(job_id)
     # Jobs from before jobs had owners carry the key that submitted them.
     if row.declared or row.owner != call.caller.actor:
         check_owners(submitter, [(row.spec.label, row.owner)])

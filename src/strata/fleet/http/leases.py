@@ -109,7 +109,7 @@ async def heartbeats(call: HubCall, body: HeartbeatsRequest) -> HeartbeatsReply:
     if body.incarnation:
         await context.fleet.hosts.observe_agent(call.caller.require_host(), body.incarnation)
     renewals = [Renewal(job_id=each.job_id, epoch=each.epoch, running=each.running) for each in body.leases]
-    verdicts = await _renew(context, call, renewals)
+    verdicts = await _renew(call, renewals)
     due = {(each.job_id, each.epoch) for each in body.leases if each.renew_token}
     if due:
         verdicts = [await _with_token(call, each) if (each.job_id, each.epoch) in due else each for each in verdicts]
@@ -122,9 +122,8 @@ async def heartbeats(call: HubCall, body: HeartbeatsRequest) -> HeartbeatsReply:
 
 async def heartbeat(call: HubCall, body: HeartbeatRequest) -> LeaseVerdict:
     """Renew one lease."""
-    context = call.context
     renewal = Renewal(job_id=await resolve_job_id(call), epoch=body.epoch, running=body.running)
-    (verdict,) = await _renew(context, call, [renewal])
+    (verdict,) = await _renew(call, [renewal])
     return verdict
 
 
@@ -207,7 +206,8 @@ async def leave(call: HubCall) -> None:
     context.authenticator.invalidate()
 
 
-async def _renew(context: HubContext, call: HubCall, renewals: Sequence[Renewal]) -> Sequence[LeaseVerdict]:
+async def _renew(call: HubCall, renewals: Sequence[Renewal]) -> Sequence[LeaseVerdict]:
+    context = call.context
     renewed = await context.fleet.leases.renew(call.caller.require_host(), renewals)
     now_s = context.fleet.now_s()
     verdicts = [_verdict(each, now_s, context.fleet.servers.yield_request(each.job_id, each.epoch)) for each in renewed]

@@ -21,14 +21,12 @@ POLL_S: Final = 2.0
 
 async def put_log(call: HubCall, body: Upload, query: PieceQuery) -> PieceReply:
     """Append a piece to the log of this host's attempt."""
-    context = call.context
-    return await _append(context, call, "log", body, query)
+    return await _append(call, "log", body, query)
 
 
 async def put_metrics(call: HubCall, body: Upload, query: PieceQuery) -> PieceReply:
     """Append JSON lines to the metrics of this host's attempt."""
-    context = call.context
-    return await _append(context, call, "metrics", body, query)
+    return await _append(call, "metrics", body, query)
 
 
 async def log(call: HubCall, query: StreamQuery) -> RawReply:
@@ -36,15 +34,14 @@ async def log(call: HubCall, query: StreamQuery) -> RawReply:
 
     `X-Strata-Offset` is where the body begins, `X-Strata-Next` where to go on; with `X-Strata-Ended` nothing follows.
     """
-    context = call.context
-    return await _read(context, call, "log", query)
+    return await _read(call, "log", query)
 
 
 async def metrics(call: HubCall, query: MetricsQuery) -> MetricsReply | RawReply:
     """The metrics of an attempt, as JSON lines, read like a log; with `points`, as series that can be plotted."""
     if query.points:
         return await _series(call, query)
-    return await _read(call.context, call, "metrics", query)
+    return await _read(call, "metrics", query)
 
 
 async def _series(call: HubCall, query: MetricsQuery) -> MetricsReply:
@@ -77,7 +74,8 @@ def _plotted(series: CombinedSeries) -> MetricSeries:
     )
 
 
-async def _append(context: HubContext, call: HubCall, name: Name, body: Upload, query: PieceQuery) -> PieceReply:
+async def _append(call: HubCall, name: Name, body: Upload, query: PieceQuery) -> PieceReply:
+    context = call.context
     job_id = await resolve_job_id(call)
     host_id = call.caller.require_host()
     if await context.attempts.host(context.fleet.store.jobs, job_id, query.epoch) != host_id:
@@ -90,7 +88,8 @@ async def _append(context: HubContext, call: HubCall, name: Name, body: Upload, 
     return PieceReply(size=size)
 
 
-async def _read(context: HubContext, call: HubCall, name: Name, query: StreamQuery) -> RawReply:
+async def _read(call: HubCall, name: Name, query: StreamQuery) -> RawReply:
+    context = call.context
     job_id = await resolve_job_id(call)
     attempt = await _attempt(context, job_id, query.attempt)
     content, ended = b"", True

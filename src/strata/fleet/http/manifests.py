@@ -59,7 +59,7 @@ async def apply(call: HubCall, body: ManifestRequest) -> ManifestReply:
 
     # A manifest may have 200,000 jobs, each with an id to compute: other callers are served meanwhile.
     await until_disconnect(call, context.stopping, context.validation.run(call.caller.owner, check))
-    return await _apply(context, call, body)
+    return await _apply(call, body)
 
 
 async def reload(call: HubCall) -> ManifestReply:
@@ -79,7 +79,7 @@ async def reload(call: HubCall) -> ManifestReply:
     manifest = await until_disconnect(call, context.stopping, context.validation.run(call.caller.owner, resolve))
     path = await asyncio.to_thread(context.manifest.resolve)
     manifest = msgspec.structs.replace(manifest, source=str(path)[-MAX_SOURCE:])
-    return await _apply(context, call, ManifestRequest(manifest=manifest, schemas=declared))
+    return await _apply(call, ManifestRequest(manifest=manifest, schemas=declared))
 
 
 async def trainers(call: HubCall) -> TrainersReply:
@@ -149,7 +149,8 @@ def _compile(schemas: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Hy
     }
 
 
-async def _apply(context: HubContext, call: HubCall, body: ManifestRequest) -> ManifestReply:
+async def _apply(call: HubCall, body: ManifestRequest) -> ManifestReply:
+    context = call.context
     manifest = _with_sandbox(context, body.manifest)
     _check_gangs(context, manifest)
     for trainer in manifest.trainers.values():

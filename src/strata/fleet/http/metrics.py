@@ -24,15 +24,15 @@ async def expose(call: HubCall) -> RawReply:
 
 async def _refresh(context: HubContext) -> None:
     """Read what is not counted while it happens, once for all scrapes of a few seconds."""
-    scrape, now_s = context.scrape, context.clock.monotonic_s()
-    if now_s - scrape.read_at_s < FRESH_S:
+    metrics, now_s = context.hub_metrics, context.clock.monotonic_s()
+    if now_s - metrics.read_at_s < FRESH_S:
         return
-    scrape.read_at_s = now_s
+    metrics.read_at_s = now_s
     try:
-        context.hub_metrics.set_counts(await context.fleet.counts())
+        metrics.set_counts(await context.fleet.counts())
     except StrataError:
         # The series that say why the database does not answer are worth a scrape with old counts.
-        scrape.read_at_s = float("-inf")
+        metrics.read_at_s = float("-inf")
     if context.data is not None:
         usage = await asyncio.to_thread(shutil.disk_usage, context.data)
-        context.hub_metrics.disk_free.set(usage.free)
+        metrics.disk_free.set(usage.free)

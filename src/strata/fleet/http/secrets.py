@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-import msgspec
-
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.core.plan import ApplyPlan
-from strata.fleet.http.context import HubCall, HubContext, submitter_of
+from strata.fleet.http.context import HubCall, HubContext, named_in_path, submitter_of
 from strata.fleet.wire.owners import SecretName, SecretQuery, SecretRequest, SecretsReply, StoredSecretReply
 
 _OWNER: Final = "owner:"
@@ -87,9 +85,6 @@ async def _scope(call: HubCall, query: SecretQuery) -> str:
 
 
 def _name(call: HubCall) -> str:
-    try:
-        return msgspec.convert(call.path["name"], SecretName)
-    except msgspec.ValidationError:
-        raise StrataError(
-            Code.INVALID, "the name of a secret is that of a variable: letters, digits and _, not STRATA_"
-        ) from None
+    return named_in_path(
+        call, SecretName, "the name of a secret is that of a variable: letters, digits and _, not STRATA_"
+    )

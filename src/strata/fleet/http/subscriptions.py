@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from strata.base.errors import Code, StrataError
-from strata.fleet.http.context import HubCall
+from strata.fleet.http.context import HubCall, named_in_path
 from strata.fleet.records import StoredSubscription
 from strata.fleet.wire.owners import (
     SubscriptionName,
@@ -53,9 +51,5 @@ def _reply(row: StoredSubscription) -> SubscriptionReply:
 
 
 def _name(call: HubCall) -> str:
-    try:
-        return msgspec.convert(call.path["name"], SubscriptionName)
-    except msgspec.ValidationError:
-        raise StrataError(
-            Code.INVALID, "the name of a subscription has up to 64 letters, digits, dots, hyphens and underscores"
-        ) from None
+    rule = "the name of a subscription has up to 64 letters, digits, dots, hyphens and underscores"
+    return named_in_path(call, SubscriptionName, rule)

@@ -10,14 +10,20 @@ from typing import Any, Final, Literal, NamedTuple
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.job import HELD, JobStatus
 from strata.fleet.core.jobspec import JobSpec
-from strata.fleet.core.objective import Objective, best_index, choose_objective, direction_of, flatten, varied_names
+from strata.fleet.core.objective import (
+    MetricObjective,
+    best_index,
+    choose_objective,
+    direction_of,
+    flatten,
+    varied_names,
+)
 from strata.fleet.core.report import MetricsReport, parse_lines
-from strata.fleet.core.search import PRUNED, STOPPED, SearchSweep
+from strata.fleet.core.search import PRUNED, STOPPED, Direction, SearchSweep
 from strata.fleet.core.sweep_plan import SEED_AXIS
 from strata.fleet.http.context import HubCall, HubContext, submitter_of
 from strata.fleet.records import JobFilter, JobRow, StoredSweep, SweepRow, TrialRow
 from strata.fleet.wire.sweeps import (
-    MetricObjective,
     SweepBest,
     SweepQuery,
     SweepReply,
@@ -74,10 +80,9 @@ async def show(call: HubCall, query: SweepQuery) -> SweepReply:
     objective = _objective(plan, [each.metrics for each in trials])
     if query.metric:
         lowest = direction_of(query.metric) == "minimize" if query.lowest is None else query.lowest
-        chosen = Objective(query.metric, "minimize" if lowest else "maximize")
-        objective = MetricObjective(
-            metric=chosen.metric, direction=chosen.direction, declared=_is_declared(plan, chosen)
-        )
+        direction: Direction = "minimize" if lowest else "maximize"
+        declared = plan is not None and plan.search.objective.get(query.metric) == direction
+        objective = MetricObjective(query.metric, direction, declared)
     comparison = _compare(trials, objective)
     shown = _shown(comparison, query.limit)
     jobs: dict[str, JobRow] = {}
@@ -133,22 +138,14 @@ def _objective(plan: SearchSweep | None, reported: Sequence[Mapping[str, float]]
     """The first metric of the search, or else the one that the hub chooses."""
     if plan is not None:
         metric, direction = next(iter(plan.search.objective.items()))
-        return MetricObjective(metric=metric, direction=direction, declared=True)
-    chosen = choose_objective(reported)
-    if chosen is None:
-        return None
-    return MetricObjective(metric=chosen.metric, direction=chosen.direction, declared=False)
-
-
-def _is_declared(plan: SearchSweep | None, objective: Objective) -> bool:
-    return plan is not None and plan.search.objective.get(objective.metric) == objective.direction
+        return MetricObjective(metric, direction, declared=True)
+    return choose_objective(reported)
 
 
 def _compare(trials: Sequence[TrialRow], objective: MetricObjective | None) -> _Comparison:
     if objective is None:
         return _Comparison(trials, None, None)
-    wanted = Objective(objective.metric, objective.direction)
-    best = best_index(wanted, [each.metrics for each in trials])
+    best = best_index(objective, [each.metrics for each in trials])
     return _Comparison(trials, objective, None if best is None else trials[best])
 
 

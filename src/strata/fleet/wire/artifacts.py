@@ -9,8 +9,8 @@ import msgspec
 
 from strata.fleet.artifacts.manifest import ArtifactId, ArtifactKind, ArtifactManifest, Lineage, Sha256, Size, Word
 from strata.fleet.core.jobspec import JobId
+from strata.fleet.core.objective import MetricObjective
 from strata.fleet.wire.base import MAX_PAGE, Epoch, HubReply, Message, Offset, Page, Prefix, Text
-from strata.fleet.wire.sweeps import MetricObjective
 
 
 class MissingRequest(Message, frozen=True, kw_only=True):

@@ -8,15 +8,8 @@ import msgspec
 
 from strata.fleet.artifacts.manifest import Word
 from strata.fleet.core.job import JobStatus
-from strata.fleet.core.search import Direction
+from strata.fleet.core.objective import MetricObjective
 from strata.fleet.wire.base import MAX_PAGE, HubReply, Message, Offset, Page, Text
-
-
-class MetricObjective(HubReply, frozen=True, kw_only=True):
-    metric: str
-    direction: Direction
-    declared: bool = False
-    """False: the hub has chosen it among the metrics that there are."""
 
 
 class SweepsQuery(Message, frozen=True, kw_only=True):

@@ -8,9 +8,9 @@ from urllib.parse import quote
 import msgspec
 
 from strata.fleet.artifacts.manifest import ArtifactKind
+from strata.fleet.core.objective import MetricObjective
 from strata.fleet.wire.artifacts import ArtifactReply, ArtifactsReply, PinRequest
 from strata.fleet.wire.hosts import Host
-from strata.fleet.wire.sweeps import MetricObjective
 from strata.http.route import KIB, RESEARCHER, VIEWER, Route
 from strata.identity.roles import Role
 from strata.web.lineage import NODE_HEIGHT, NODE_WIDTH, draw_lineage
