@@ -1,4 +1,4 @@
-"""The record of campaigns: tables in docs/campaigns.md that are read to know where to go on, and grow row by row.
+"""The record of campaigns: tables in docs/campaign-record.md that are read to know where to go on, and grow row by row.
 
 A row is one run. Its seeds or trials follow those of all rows before it, so running a campaign again adds to it, on any
 machine that has the committed file.

@@ -1,4 +1,4 @@
-"""Object storage that speaks S3, through obstore: the one adapter of all layers.
+"""Object storage (S3) through obstore: connecting, reading, writing, signing, timeouts, and the wording of its errors.
 
 `connect` opens a bucket for servers and for workers. `Bucket` is for servers: asynchronous, keys below a prefix, every
 error as a `StrataError`. A worker reads ranges of large objects in threads, if the object has not changed,

@@ -1,4 +1,4 @@
-"""Atomic replacement of files and folders: a reader sees the old content or the new one, also after a power failure.
+"""Replaces files and folders atomically: temporary name, fsync, rename, exchange of two folders, JSON files.
 
 Every function follows one pattern: write under a temporary name in the same folder, fsync the content, rename, fsync
 the folder that holds the name.

@@ -1,4 +1,4 @@
-"""Time as an argument: the system clock. Tests have clocks of their own."""
+"""The clock as an argument: `Clock` and the system clock (wall time, monotonic time, sleep)."""
 
 from __future__ import annotations
 

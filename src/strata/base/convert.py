@@ -1,4 +1,5 @@
-"""Converts what a person wrote (a TOML value, or text from the environment or a flag) to the type of a setting.
+"""Converts a written value (TOML, environment, flag) to the type of a setting: accepted words for yes and no, and the
+wording of "expected …, found …".
 
 A value that does not fit becomes `Mismatch`, which says what was expected, what was found and where inside the value.
 """

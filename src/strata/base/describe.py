@@ -1,4 +1,4 @@
-"""The flag that asks a program for its parameters instead of a run. Only the standard library: trainers import this."""
+"""The flag `--describe`, by which a trainer prints its parameters, and the refusal to train under it."""
 
 from __future__ import annotations
 

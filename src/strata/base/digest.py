@@ -1,4 +1,5 @@
-"""Canonical JSON (RFC 8785) and SHA-256: the same value has the same digest on every machine and in every version.
+"""Canonical JSON (RFC 8785) and SHA-256 digests of values and files, with the refusals of what JSON cannot carry
+exactly.
 
 Pure except `file_digest`, so cores may import it. What JSON cannot carry exactly is refused, never rounded: an identity
 that depends on a rounding would differ between languages.

@@ -1,4 +1,4 @@
-"""The one error type of Strata and the closed list of its codes.
+"""The one error type of Strata, `StrataError`, and the closed list of its codes (`Code`).
 
 A code says what the caller can do next; the sentence says what happened. The edges (CLI, HTTP, gRPC) each keep one
 table from code to exit status, HTTP status or gRPC status. Nothing else is raised on purpose across a module border.

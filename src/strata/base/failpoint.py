@@ -1,4 +1,4 @@
-"""Named places where a test can make the process die, fail or stop: `failpoint("journal.append.committed")`.
+"""Failpoints: named places where a test can make the process die, fail or stop.
 
 When nothing is armed a failpoint is one truth test of an empty dict. Arming is explicit (`arm`), never read from the
 environment here: the process that wants it passes the setting in. Names are literals, so the tests that kill a process

@@ -1,4 +1,5 @@
-"""Identifiers: time-sortable ones for things that happen, content ones for things that are what they contain.
+"""Makes identifiers: time-sortable ones (`Ids.new`), content ones with a prefix and version, and the resolution of a
+shortened id.
 
 The functions are pure, so cores may use them; `Ids` is for shells, which own a clock and a source of chance.
 """

@@ -1,4 +1,5 @@
-"""Structured logs over the standard library: an event, which is a stable identifier in snake_case, and fields.
+"""Structured logs: levels, JSON and console format, colours, correlation ids, and which libraries (httpx) log from
+WARNING on alone.
 
 `configure` is called once by each process; everything else only calls `get`. Logging is the one thing that must never
 break what it describes: a value that cannot be shown is shown some other way, a line that cannot be written is dropped.

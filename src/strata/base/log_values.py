@@ -1,4 +1,4 @@
-"""How a value appears in a log: always as something JSON can carry, never with a secret, never able to break a line."""
+"""How a value appears in a log: depth and length limits, escaping, and which field names are secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`every`: the only repeating loop. It knows nothing of what it repeats; `run_once` knows everything."""
+"""`every`: the only repeating loop, with its backoff after failures (60 s at most) and its largest share of time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Decides which addresses stay on this machine: what may be served, or a secret sent, without encryption. And what an
-IPv6 address means that carries an IPv4 address."""
+"""Decides which addresses are loopback, where secrets and unencrypted servers are allowed, and reads IPv4 inside IPv6
+addresses.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notifications: tasks wait until something happens, for a key (`KeyedNotifier`) or for any change (`Broadcast`).
+"""Notifications between tasks: for a key (`KeyedNotifier`) or for any change (`Broadcast`).
 
 A waiter subscribes before it reads the state it waits on, so that a notification in between still wakes it. Ten
 thousand tasks may wait for one key: the cost of a wake-up or a timeout is the same for each of them.

@@ -1,4 +1,6 @@
-"""Files and folders that only their owner can read: umask, checks of folders, modes of files."""
+"""Files and folders that only their owner can read: umask, modes, checks of owner and permissions, and
+their wording.
+"""
 
 from __future__ import annotations
 

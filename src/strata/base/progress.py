@@ -1,4 +1,4 @@
-"""How a long operation reports how far it is, to a caller that may show it."""
+"""The type of the callback that reports the progress of a long operation."""
 
 from __future__ import annotations
 

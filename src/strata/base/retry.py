@@ -1,4 +1,4 @@
-"""Retry with exponential backoff and jitter, and the wait that a server requests in Retry-After."""
+"""Retry: default backoff (5 to 600 s) with jitter, `RetryPolicy`, and the wait that Retry-After requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a settings Struct may be given: its leaves and groups, and the names they have in a file and in the environment.
+"""Describes a settings Struct: its leaves and groups, their names in files and environment variables, and the types
+that settings may have.
 
 A mistake found here is a mistake of the program, not of its user: `Code.INTERNAL`.
 """

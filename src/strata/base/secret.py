@@ -1,4 +1,4 @@
-"""`Secret`: a text that does not show itself, and the way to read one from a file that only its owner can read."""
+"""`Secret`, a text that shows as `***`, and reading one from a private file of at most 64 KiB."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Settings of a process: one frozen Struct from flags, environment, file and defaults, in this order of precedence.
+"""Loads settings with the precedence flag, environment, file, default, and words unknown, doubled and missing ones.
+Values are converted in `convert`.
 
 Every problem of a load is reported at once, each with the place where it can be mended. This is the only module that
 reads the environment; `Secret` is how a password or a token is declared.

@@ -1,4 +1,4 @@
-"""Decodes what a journal holds. What this version does not read is refused in words, with its tag."""
+"""Decodes values from a journal, and words the refusal of tags that this version does not know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suggestions for names that are not known: a synonym, or the known name with the smallest edit distance."""
+"""Suggests a known name for an unknown one ("did you mean …"): synonyms and edit distance."""
 
 from __future__ import annotations
 

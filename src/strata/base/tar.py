@@ -1,4 +1,5 @@
-"""A tar file from an untrusted sender, read in one pass: every header is bounded, the work is linear in its bytes.
+"""Reads a tar stream from an untrusted sender: limits of headers (64 KiB, 8 in a row), kinds of members, decompression,
+and refusals.
 
 `tarfile` is for archives of our own. It reads a pax header or a long name into memory whatever its size, follows a
 chain of them by recursion, and that of CPython 3.11.7 matches them with regular expressions of quadratic time. Here the

@@ -1,4 +1,4 @@
-"""TOML that knows its lines: `parse` reads with the standard library, `TomlDocument.line` says where a key was written.
+"""Reads TOML and finds the line of a key, with the wording of syntax errors.
 
 The standard parser validates but keeps no positions, so a second, forgiving pass finds them: it may assume that the
 text is valid TOML and only has to distinguish keys, strings and brackets. It runs when a line is first requested.

@@ -1,4 +1,4 @@
-"""Spans of distributed traces, as the code opens them. Nothing is recorded until a process installs a tracer.
+"""Spans of distributed traces: opening, `traceparent` in headers and variables, and installing a tracer.
 
 A trace crosses processes as a W3C `traceparent`: in a header of HTTP, a field of a ZMQ message, a variable of a child.
 `strata.http.otel` has the tracer that exports spans.

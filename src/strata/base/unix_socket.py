@@ -1,4 +1,5 @@
-"""Unix sockets of our servers: made for their owner alone, and connected to only where the owner can be trusted.
+"""Unix sockets: addresses `unix:PATH`, private folders, length limit (100), backlog, and checks of whose process
+listens.
 
 On loopback TCP any user of a machine can take a free port and be taken for the server. A socket in a folder that only
 its owner can write to cannot be taken: the process that listens there belongs to that owner, or to root.

@@ -1,4 +1,6 @@
-"""`strata backup`, `restore`, `move`: the data of a hub whose data folder is on this machine."""
+"""`strata backup`, `restore`, `move`: the data of a hub on this machine, and the refusal of passwords on the command
+line.
+"""
 
 from __future__ import annotations
 

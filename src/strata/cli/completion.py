@@ -1,4 +1,5 @@
-"""`strata completion`: the script with which a shell completes commands, options and names of jobs, hosts, contexts.
+"""`strata completion`: shell completion of commands, options and names of jobs, hosts, contexts; it waits 2 s for the
+hub and offers at most 1,000 names.
 
 Names are those of the hub. Without a hub, or with one that does not reply at once, nothing is offered.
 """

@@ -1,4 +1,4 @@
-"""`strata login` and `strata contexts`: which server the other commands use, and with which token."""
+"""`strata login` and `strata contexts`: choosing a server, its token, and the pin of its certificate authority."""
 
 from __future__ import annotations
 

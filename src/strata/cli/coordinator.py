@@ -1,4 +1,4 @@
-"""`strata coordinator`: run the coordinator of the workers of jobs, and issue or revoke their tokens."""
+"""`strata coordinator`: run the coordinator or its dashboard, and issue or revoke tokens of workers."""
 
 from __future__ import annotations
 

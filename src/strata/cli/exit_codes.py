@@ -1,4 +1,4 @@
-"""The exit statuses of `strata`, and the only table from error code to exit status."""
+"""The exit statuses of `strata`, and the table from error code to exit status."""
 
 from __future__ import annotations
 

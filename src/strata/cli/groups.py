@@ -1,4 +1,6 @@
-"""Click groups: one that imports a command only when it runs, and one with a default command."""
+"""Click groups: lazy import of commands, groups with a default command, suggestions for unknown commands, marks of
+experimental ones.
+"""
 
 from __future__ import annotations
 

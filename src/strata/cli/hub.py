@@ -1,4 +1,4 @@
-"""`strata hub`: run the process that schedules jobs on hosts and stores their logs and results."""
+"""`strata hub`: options and start of the hub process."""
 
 from __future__ import annotations
 

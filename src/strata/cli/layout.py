@@ -1,4 +1,4 @@
-"""Lines and tables for a terminal of any width: numbers stay whole, long names lose their middle, sentences fold."""
+"""Lays out lines and tables for a terminal: widths, gaps, what is cut or folded first, bars."""
 
 from __future__ import annotations
 

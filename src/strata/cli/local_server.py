@@ -1,4 +1,5 @@
-"""A training server on this machine for one command: `strata serve` as a child process that listens on no port.
+"""A training server as a child process of one command: its start timeout (900 s), waiting, stop (60 s), and use of one
+that runs already.
 
 It ends with the command, however that ends. Its journal and checkpoints stay, so that the next server with the same
 settings continues from there: that of a command, or `strata serve`. One of `strata serve` that runs already is used.

@@ -1,4 +1,4 @@
-"""`strata mirror`: copy the metrics of jobs, or of models of a training server, to an experiment tracker."""
+"""`strata mirror`: copy metrics of jobs or models to an experiment tracker."""
 
 from __future__ import annotations
 

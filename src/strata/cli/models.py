@@ -1,4 +1,4 @@
-"""`strata models`: create, fetch, check and publish models, and fetch the tokenizer of a server's model."""
+"""`strata models`: tiny, pull, list, check, push, and the tokenizer of a server's model (timeout 60 s)."""
 
 from __future__ import annotations
 

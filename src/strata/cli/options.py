@@ -1,4 +1,4 @@
-"""Options that several commands have, and how their servers log."""
+"""Options that several commands share (`--config`, log options), and the parsing of durations and NAME=VALUE."""
 
 from __future__ import annotations
 

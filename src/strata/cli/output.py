@@ -1,4 +1,4 @@
-"""Prints values to stdout in the requested format, and messages to stderr.
+"""Prints values (`-o json`, `jsonl` …) and errors: escaping of control characters, redaction of passwords in URLs.
 
 Names in them come from other machines: control characters are escaped. Passwords in URLs are replaced.
 """

@@ -1,4 +1,4 @@
-"""`strata plan`: the memory of a device that training a model needs, the traffic, and how many devices hold it."""
+"""`strata plan`: options, and the printed table of a device's memory, traffic and number of devices."""
 
 from __future__ import annotations
 

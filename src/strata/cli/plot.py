@@ -1,4 +1,4 @@
-"""A series as lines of text: braille dots on a terminal that shows them, as wide as it is."""
+"""Draws a series as braille lines on a terminal, 8 lines high, and formats its numbers."""
 
 from __future__ import annotations
 

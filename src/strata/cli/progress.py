@@ -1,4 +1,4 @@
-"""One line on stderr that shows how far a long operation is, and when it will have ended.
+"""Draws a progress line on stderr with the remaining time, 10 times a second at most.
 
 Nothing is printed without a terminal: logs of scripts stay free of it.
 """

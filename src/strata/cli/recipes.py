@@ -1,4 +1,4 @@
-"""`strata recipes`: the kinds of recipes, and a file of each to begin with."""
+"""`strata recipes`: lists the kinds of recipes, and prints the example file of one."""
 
 from __future__ import annotations
 

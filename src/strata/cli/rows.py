@@ -1,4 +1,4 @@
-"""Prints rows in the requested format: as a table, or as data for programs."""
+"""Prints rows as a table, as data for programs (JSON, JSON lines) or as names alone; declares columns."""
 
 from __future__ import annotations
 

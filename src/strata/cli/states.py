@@ -1,4 +1,4 @@
-"""The words for states: each with a sign and a colour, so that no state is shown by its colour alone."""
+"""The sign and colour of every state (of jobs, hosts, workers, servers) in tables."""
 
 from __future__ import annotations
 

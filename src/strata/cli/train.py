@@ -1,4 +1,4 @@
-"""`strata train RECIPE`: train a model as a recipe says, on this machine alone or on a server that is named."""
+"""`strata train RECIPE`: options, starting a server of its own, and the lines that it prints about a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that select a training server by its URL, by its settings file, or by a login; and the connection to it."""
+"""Options that select a training server (URL, settings file, login), and the connection to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`strata weights`: list and export checkpoints of the training server, and import LoRA adapters."""
+"""`strata weights`: list, export and import checkpoints and adapters (timeout 600 s)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What connections of the coordinator's protocol allow: the size of messages, and when a silent peer is given up."""
+"""gRPC options that both ends of the coordinator's protocol share: the largest request and reply, keepalive pings, and
+when a silent peer is given up.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coordinator's metrics for Prometheus. Names are `strata_coordinator_…`; none has a label with names of jobs.
+"""The Prometheus metrics of the coordinator, `strata_coordinator_…`: names, help texts, labels and buckets.
 
 Counters restart with the process, and only the leader counts. Nothing is decided by them.
 """

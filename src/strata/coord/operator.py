@@ -1,4 +1,6 @@
-"""The operator's client: views of a job, once or on every change, and commands to its workers."""
+"""The client behind `strata gang`: calls to the coordinator with their timeouts and retries, views and watches of a job
+(lost after 6 s of silence), commands to its workers, and the settings `[gang]`.
+"""
 
 from __future__ import annotations
 

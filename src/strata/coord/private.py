@@ -1,4 +1,5 @@
-"""The coordinator that a command starts for itself: on loopback, with a secret of its own.
+"""The coordinator that a command starts for itself on loopback: its free port, its token secret, and how it is
+restarted (1 to 30 s) and stopped.
 
 It is started again when it dies, and ends with the command. No gRPC here: whoever starts it need not speak to it.
 """

@@ -1,4 +1,6 @@
-"""Settings of the coordinator process, section `coordinator`."""
+"""Settings of the coordinator process, section `coordinator`, with defaults (address, database, partitions, leader
+lease, snapshots, TLS), and checks that an exposed one is secured.
+"""
 
 from __future__ import annotations
 

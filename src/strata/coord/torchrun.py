@@ -1,5 +1,6 @@
-"""The entry point of torchrun's backend `strata`. torch loads it in every process that uses elastic: it imports nothing
-before the backend is asked for."""
+"""The entry point of torchrun's backend `strata`, which torch loads in every process that uses elastic; it imports
+nothing before the backend is requested.
+"""
 
 from __future__ import annotations
 

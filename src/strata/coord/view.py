@@ -1,4 +1,5 @@
-"""A job as operators see it: plain frozen values with the contract's names, which `strata gang -o json` prints.
+"""A job as `strata gang -o json` prints it: plain frozen values of workers, datasets, barriers, checkpoints and
+incidents, with the contract's field names.
 
 The names are kept: scripts read them. New fields may be added; a test holds the schema.
 """

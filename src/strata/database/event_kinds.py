@@ -1,4 +1,4 @@
-"""What events are called: each kind once, with the words for people about it.
+"""The names of all events (`job.created`, `host.lost` …), each with its words for people.
 
 Every component of the hub's database records or reads events, so the names stand beside the event table, below all of
 them. A kind is `thing.verb` in the past. It is stored, sent to webhooks and quoted in runbooks: a name never changes

@@ -1,4 +1,4 @@
-"""The append-only event table that the components of one database share: who changed what, when.
+"""The append-only event table: writing an event in its transaction, cursors, filters, pages, and dropping old ones.
 
 An event is written in the transaction of its change (transactional outbox), so there is neither a change without its
 event nor an event without its change. The table is the audit log and the feed of dashboards and webhooks at once. A

@@ -1,4 +1,4 @@
-"""Schema migrations: each component has numbered steps, and the database stores which number it has reached.
+"""Schema migrations: versions of components, upgrades, sealed databases, and the errors of older or newer schemas.
 
 A component is a package with tables of its own (`fleet`, `identity`); several share one database, so that one backup
 holds them all. Its first step brings an empty database to the number that was first released; no step leads there from

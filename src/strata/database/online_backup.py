@@ -1,4 +1,4 @@
-"""Backups of a SQLite database in use: requested and delivered as files, because one process alone may open it.
+"""Backups of a SQLite database in use: requested by a file (looked at every second, timeout 30 s), and their errors.
 
 That is a hub, or the coordinator of `strata up`. Its own user may write to its folder of backups, and therefore may
 request one. File names there:

@@ -1,4 +1,5 @@
-"""One transaction for both databases: a store says each statement once, and each engine drives the same body.
+"""One transaction for both databases: translates statements from PostgreSQL's form to SQLite's, with lists and bulk
+inserts.
 
 A statement is written as PostgreSQL reads it, with named parameters (`:job`). SQLite, where one thread writes, leaves
 its casts and row locks out, and reads `= ANY(:ids)` and `unnest(:ids::text[], …) AS row (id, …)` of lists from JSON.

@@ -1,4 +1,4 @@
-"""The hub's metrics for Prometheus. Names are `strata_hub_…`; none has a label with names or ids of clients."""
+"""The Prometheus metrics of the hub, `strata_hub_…`: names, help texts, labels and buckets."""
 
 from __future__ import annotations
 

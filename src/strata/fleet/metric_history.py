@@ -1,4 +1,5 @@
-"""Series of metrics and progress of jobs, projected from the streams of their attempts.
+"""Series of metrics and progress of jobs, read from the streams of their attempts: how much is cached, and how old
+streams are thinned out.
 
 The stream is the only record. What was read of it is kept in memory by attempt and offset, so that the next request
 reads what came since; it is bounded, and the least used attempts are read again when they are wanted.

@@ -1,4 +1,5 @@
-"""The overview of a fleet and the goodput of its jobs, computed from the rows and events that are there.
+"""Computes the overview of a fleet, its attention list and the goodput of jobs: how often (5, 15, 60 s), over how many
+attempts and events, and how many items are shown.
 
 The overview is computed every few seconds for all who look at it. Its figures are sampled like those of a host, so that
 they have a history.

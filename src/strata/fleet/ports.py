@@ -1,4 +1,4 @@
-"""The ports of the fleet to its database, one for each kind of caller: two databases, one conformance suite.
+"""The ports (protocols) of the fleet to its database, one for each kind of caller; each method is one transaction.
 
 Each method is one transaction and writes the events of what it changed in it. Nothing here matches jobs with hosts: a
 claim names the requirement classes that its host is eligible for, and the service computes those. Time is an argument,
@@ -138,7 +138,8 @@ class HostStore(Protocol):
         """Write the times of the last heartbeats; unknown hosts are ignored. Hosts that were lost have returned."""
 
     async def record_lost(self, silent_since_s: float, now_s: float) -> int:
-        """The hosts without a heartbeat since then are lost, until the next one; how many are so from now on."""
+        """The hosts without a heartbeat since then are lost, until the next one, but no ephemeral ones; how many are so
+        from now on."""
 
     async def held(self) -> Mapping[str, Sequence[Taken]]:
         """Returns what the leases that have not expired take, by host."""

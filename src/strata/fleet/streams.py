@@ -1,4 +1,5 @@
-"""Logs and metrics of attempts, and the output of commands in them: one append-only file per stream, by offset.
+"""Stores logs, metrics and exec output as one append-only file per stream: pieces by offset, at most 4 MiB a piece, 512
+MiB a stream, 2 GiB a job.
 
 The agent sends the offset of the first byte of a piece, so appending is idempotent: a repeated piece is recognised, a
 missing one is an error. The reply says how many bytes are stored, and the agent continues from there. Each attempt has

@@ -1,4 +1,6 @@
-"""Addresses of clients, and connections without credentials: limited from one address, and together to half of all."""
+"""Addresses of clients behind trusted proxies, and the limits of connections without credentials: 64 from an address,
+half of all together, 5 s idle.
+"""
 
 from __future__ import annotations
 

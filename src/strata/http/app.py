@@ -1,4 +1,4 @@
-"""The application of an HTTP server: from its routes to ASGI. Nothing is served that was not declared."""
+"""Makes an ASGI application of routes: matching paths, 404 and 405 with their wording, replies, pages of a browser."""
 
 from __future__ import annotations
 

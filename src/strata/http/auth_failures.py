@@ -1,4 +1,4 @@
-"""Failed authentication: logged by address, and rate-limited when there are many failures from one."""
+"""Limits failed authentication by address: a burst of 100, then 10 a second, and a log line a second."""
 
 from __future__ import annotations
 

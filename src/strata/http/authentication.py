@@ -1,4 +1,6 @@
-"""Who calls: credentials from headers, certificates and channels, before any route is looked up."""
+"""Reads credentials of a request (bearer, operator token, certificate, cookie, Unix socket), and decides on which
+channel each is accepted, with the refusals.
+"""
 
 from __future__ import annotations
 

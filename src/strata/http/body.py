@@ -1,4 +1,6 @@
-"""Bodies and queries of requests: bounded in size, depth and time, and refused with the reason."""
+"""Reads bodies and queries within limits: slowest pace (4 KiB/s after 20 s), nesting depth 64, query of 16 KiB, media
+types, and the wording of refusals.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory that bodies under way may take together: a budget in bytes, of which no caller gets more than a share."""
+"""The memory budget of bodies under way: 512 MiB in all, a share for each caller, a wait of 10 s."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handlers that wait for work to finish, until the client disconnects or the server stops."""
+"""Runs a handler until its client disconnects or the server stops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Error replies: the table from code to status, and their one form."""
+"""The table from error code to HTTP status, Retry-After, and the making of error replies."""
 
 from __future__ import annotations
 

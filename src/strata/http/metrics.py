@@ -1,4 +1,5 @@
-"""What the metrics of all servers have in common: registry, buckets, the build, and a listener for `GET /metrics`.
+"""What the Prometheus metrics of all servers share: registry, time buckets, counters of calls, and the listener of `GET
+/metrics` with its limits.
 
 The listener is for processes without an HTTP server. It needs no web framework, so the agent can use it too.
 """

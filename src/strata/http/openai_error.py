@@ -1,4 +1,4 @@
-"""Errors in the form that clients of OpenAI's API read, on the paths that have its meaning at every server."""
+"""Errors in the form of OpenAI's API, and the paths that have it."""
 
 from __future__ import annotations
 

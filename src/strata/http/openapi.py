@@ -1,4 +1,4 @@
-"""The OpenAPI document of a server, made from the same routes and the same messages that are served."""
+"""Builds the OpenAPI document of a server from its routes and messages."""
 
 from __future__ import annotations
 

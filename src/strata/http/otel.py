@@ -1,4 +1,5 @@
-"""The tracer that exports spans to an OpenTelemetry collector over OTLP/HTTP: an extra, and off unless configured.
+"""Exports spans to an OpenTelemetry collector: which variables turn it on, protocol, and the errors of a wrong
+configuration.
 
 The standard variables configure it (`OTEL_EXPORTER_OTLP_ENDPOINT` and the others of the OpenTelemetry SDK). This is the
 only module that imports OpenTelemetry.

@@ -1,4 +1,4 @@
-"""The one form of an error body. Clients read it too, so this imports no server."""
+"""The JSON form of an error body: code, message, hint, detail. Clients read it too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""HTTP/1.1 on a connection: uvicorn's protocol, plus the timeouts and limits that it lacks.
+"""HTTP/1.1 on a connection: timeout of a head (10 s), rest of a body, slow readers, and the limit of anonymous
+connections.
 
 The client certificate that TLS has verified reaches the application through the scope, where no header can forge it.
 A head that does not end, or the rest of a body that the server does not want, times out. A connection without

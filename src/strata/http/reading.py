@@ -1,4 +1,5 @@
-"""How a server reads the requests of its routes: queries and bodies, within the rules of that server.
+"""Reads the query and body of a route as its signature says: strict or lenient, compressed or plain, in a thread above
+128 KiB; with the wording of refusals.
 
 The hub reads strictly: what a route does not declare is refused. The training server reads leniently, because its
 clients are of other versions, and it takes bodies that are compressed, within a budget of memory.

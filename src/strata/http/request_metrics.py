@@ -1,4 +1,4 @@
-"""Counts and times of the HTTP requests of a server, by route."""
+"""Metrics of HTTP requests by route: counts and times."""
 
 from __future__ import annotations
 

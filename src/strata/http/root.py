@@ -1,4 +1,5 @@
-"""The root of an application: authenticates every request, and gives every failure the form of an error reply.
+"""The root of an application: authentication before routes, request ids, security headers, send timeout (30 s), and the
+reply to every failure.
 
 Only a caller with credentials learns whether a path exists; all other clients get the same refusal for every path.
 """

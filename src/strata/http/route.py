@@ -1,4 +1,5 @@
-"""How a route is declared: method, path, who may call it, and the function that handles a request.
+"""Declares a route: method, path, access (`PUBLIC`, `VIEWER`, `OPERATOR`, `HOST` …), body limit (64 KiB by default),
+and its signature.
 
 What the handler reads and replies stands in its signature and nowhere else. The router, the OpenAPI document and the
 abuse tests are made from the same declarations, so there is no route that one of them does not know.

@@ -1,4 +1,4 @@
-"""The HTTP server of a process: listeners, uvicorn with limits, and a graceful shutdown."""
+"""Runs an HTTP server: listeners, uvicorn's options, keep-alive (75 s), signals, graceful shutdown."""
 
 from __future__ import annotations
 

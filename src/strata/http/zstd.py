@@ -1,5 +1,4 @@
-"""Zstandard: the module of the standard library (since Python 3.14, before under another name), and bounded
-decompression of request bodies: their size is known before they are decompressed, and never exceeds what is allowed."""
+"""Decompresses zstd bodies within limits: ratio 100, 16 MiB free, 4,096 frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the routes of the hub itself work with: the services of the fleet, and the ways to what runs in its jobs."""
+"""What the routes of the hub itself share: the fleet's services, the proxy to training servers, gangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The hub's own rows: cursors in the event feed, leases between hubs, the schemas of trainers, and the write probe.
+"""SQL of the hub's own rows: cursors of webhooks and subscriptions, leases between hubs (30 s), schemas of trainers;
+and `FeedDelivery`, which delivers the event feed once, in pages of 100.
 
 Several hubs on one database read the feed for the same receivers. `FeedDelivery` lets one hub at a time do so, under a
 lease that expires with a hub that died, and moves the cursor only from where it was: a hub that was frozen meanwhile

@@ -1,4 +1,6 @@
-"""Gangs as the hub's API shows them: read from their coordinator, as an operator of it."""
+"""Routes of gangs, read from their coordinator as an operator: page sizes, incidents shown (20), tokens valid for an
+hour.
+"""
 
 from __future__ import annotations
 

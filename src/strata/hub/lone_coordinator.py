@@ -1,4 +1,5 @@
-"""The dashboard of a coordinator without a hub: the pages of gangs, in a process of their own.
+"""The dashboard of a coordinator without a hub: its pages, login by operator's token, sessions in memory (1,000),
+limits of its server.
 
 It is for one machine, so it listens on loopback alone and changes nothing. Where the coordinator needs tokens, a person
 logs in with an operator's token for all jobs; sessions live in memory.

@@ -1,4 +1,5 @@
-"""Sends an outbound POST for a webhook, only to permitted addresses (protection against SSRF).
+"""Sends a webhook's POST to permitted addresses alone: timeout 10 s, public or allowed networks, https; with the
+wording of refusals.
 
 The name is resolved once, every address of it is checked, and the connection goes to that very address: DNS rebinding
 changes nothing. Redirects are not followed.

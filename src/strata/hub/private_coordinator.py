@@ -1,4 +1,6 @@
-"""The coordinator of gangs that a hub on loopback starts for itself."""
+"""The coordinator of gangs that a hub on loopback starts for itself: its folder, and its port and token secret, which
+stay the same over restarts.
+"""
 
 from __future__ import annotations
 

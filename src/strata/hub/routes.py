@@ -1,4 +1,4 @@
-"""Every route of the hub, of the fleet, of gangs and of training servers, and the application that serves them."""
+"""The table of every route that a hub serves, its OpenAPI document, and the application."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Secrets of jobs: encrypted in the database, with a key that lies beside it in a file of its own.
+"""Secrets of jobs, encrypted (AES-256-GCM) in the database: key file, at most 1,000 of a scope, SQL, and errors about
+the key.
 
 A secret belongs to an owner of jobs (its scope is `owner:NAME`) or to a project (`project:NAME`).
 Each value is sealed with AES-256-GCM under its scope and name, so that a row cannot be passed off as another one. The

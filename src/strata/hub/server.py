@@ -1,4 +1,6 @@
-"""The hub as a process: listens, ticks, and ends gracefully when told to."""
+"""The hub as a process: opens listeners, prints its addresses at start, raises the limit of open files (65,536), ticks,
+and shuts down gracefully.
+"""
 
 from __future__ import annotations
 

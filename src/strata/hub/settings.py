@@ -1,4 +1,6 @@
-"""Settings of the hub process, section `hub`."""
+"""Settings of the hub, section `hub`, with defaults: port 8443, TLS, bucket, webhooks, retention, days that events and
+metrics are kept, limits of connections.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Sends messages about jobs to the services that people subscribed with: Slack, ntfy, e-mail, all that Apprise knows.
+"""Sends messages of subscriptions by Apprise: allowed services, at most 20 of an owner, age of a message (a day),
+timeouts, retries, and refusals. Texts of messages are in `fleet.core.subscription`.
 
 A subscription lies in the secret store, encrypted as a whole: its URL holds a token. It reads the event feed with a
 cursor of its own, as a webhook does, so a restart repeats at most the message being sent, and of several hubs on one

@@ -1,4 +1,5 @@
-"""Webhooks: every event of the chosen kinds is posted to a URL, signed, in order and at least once.
+"""Webhooks: the signature, headers and body of a delivery, which events a webhook gets, and its retry. Cursors are in
+`cursor_store`, the connection in `outbound`.
 
 The cursor of each webhook is in the database, so a restart repeats at most the event being delivered. Of several hubs
 on one database one at a time delivers to a webhook. A receiver that fails is retried with backoff, and no event is

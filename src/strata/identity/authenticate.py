@@ -1,4 +1,6 @@
-"""Authenticates a request: from its credentials to its principal. Every server uses this one function."""
+"""Authenticates credentials to a principal: keys, operator token, host certificates, sessions; cached for 1 s; with the
+wording of refusals.
+"""
 
 from __future__ import annotations
 

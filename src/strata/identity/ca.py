@@ -1,4 +1,5 @@
-"""The internal certificate authority: one root key, server certificates for hubs, short certificates for hosts.
+"""The certificate authority: lifetimes (root 3,650 days, server 90 days, host 24 h), names in certificates, signing
+requests, pins, and key files.
 
 Keys are ECDSA on P-256, which every TLS library of the last ten years supports. A host creates its own key and sends a
 certificate signing request, of which only the public key is used: the authority sets name, lifetime and purpose. There

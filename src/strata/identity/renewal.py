@@ -1,4 +1,4 @@
-"""When certificates are renewed, those of the hub and those of its hosts."""
+"""Decides when a certificate is due for renewal: a third of its life left at hubs, half at hosts."""
 
 from __future__ import annotations
 

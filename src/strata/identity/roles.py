@@ -1,4 +1,4 @@
-"""Principals and their roles (authorization). Roles of people are ordered; a host has none and acts only as itself."""
+"""Roles (viewer, researcher, operator, admin) and principals, and the errors when a role is missing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Sessions of browsers: how they are opened, how long they last, and when one has ended. Servers keep them where they
-like; the cookie lasts as long as a session may."""
+"""Lifetimes of browser sessions: 12 h idle, 7 days in all, login codes of 120 s; opening and extending one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The three bearer credentials: an API key, the secret of a host on loopback, and a join token.
+"""The formats of credentials (`tml-` API keys, `hst-` host secrets, `fj1.` join tokens): prefixes, lengths, hashes, and
+the required strength of an operator token.
 
 `tml-ID-SECRET`, `hst-ID-SECRET`, `fj1.CA_SHA256.ID.SECRET`. The id finds the row; the row keeps a hash of the secret.
 A secret has 160 random bits, so a plain SHA-256 of it cannot be reversed by guessing, and costs nothing per request.

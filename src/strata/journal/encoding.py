@@ -1,4 +1,4 @@
-"""How facts lie in storage: one batch, one blob, one checksum.
+"""Encodes a batch of facts as one blob with a checksum, and words the errors of corrupt ones.
 
 A commit stores a single row however many facts it carries. That is what lets a batch append outrun one row per fact,
 and a replay of a million facts take seconds. msgpack's array of byte strings is the frame; crc32 finds bytes that

@@ -1,4 +1,4 @@
-"""How the users of a journal wait while its database is away, as after a failover: one policy for all of them."""
+"""The retry policy of everything that waits for a journal whose database is away: backoff and Retry-After."""
 
 from __future__ import annotations
 

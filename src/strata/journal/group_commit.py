@@ -1,4 +1,5 @@
-"""The leader's append queue with group commit: many appends to one stream, one commit at a time.
+"""The leader's append queue: group commit, and its limits (`WriterLimits`: batch 4 MiB, pending 64 MiB, commit timeout
+10 s, giving up after 30 s).
 
 While a commit runs, further submissions collect into the next batch. So a lone append costs one commit, and a thousand
 at once cost one or two. Each caller continues after its own facts are durable.

@@ -1,4 +1,5 @@
-"""The journal's port: what every adapter promises, and the values that cross it.
+"""The port of a journal: its promises, its limits (fact 1 MiB, append and snapshot 64 MiB), names of streams, and the
+errors that all adapters raise.
 
 A journal holds *streams*. A stream is a gapless sequence of facts at positions 1, 2, 3, …, with one leader at a time.
 Facts are opaque bytes here; the layer above owns their meaning. Three promises carry everything else:

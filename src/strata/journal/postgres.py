@@ -1,4 +1,4 @@
-"""The journal in PostgreSQL: for many processes, with a warm standby for each stream.
+"""The journal in PostgreSQL: leases, fenced writes, and standbys that poll the head (every 0.05 s).
 
 Every write is one autocommitted statement (`postgres_sql.py`) that locks the stream's row, checks the epoch and does
 the work, so there is no moment between the check and the write. The database's clock alone decides whether a lease has

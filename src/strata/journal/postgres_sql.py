@@ -1,4 +1,4 @@
-"""The SQL of the PostgreSQL journal. Each write is one statement that checks the epoch on the row it locks."""
+"""The SQL of the PostgreSQL journal: its schema, and one statement for each write."""
 
 from __future__ import annotations
 

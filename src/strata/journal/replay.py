@@ -1,4 +1,4 @@
-"""Reading a stream: from a position to the head (`replay`), or on and on as it grows (`tail`)."""
+"""Reads a stream from a position to its head (`replay`), or on as it grows (`tail`)."""
 
 from __future__ import annotations
 

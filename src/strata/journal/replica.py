@@ -1,4 +1,5 @@
-"""A replicated state machine on a journal: it leads or follows one stream.
+"""A replicated state machine on a journal: leading, following, renewal of the lease, snapshots, and the errors of a
+lost lead.
 
 The machine decides in values. The replica makes facts durable before their effects are published, rebuilds its state
 from a snapshot and the facts after it, follows as a standby, and stops for good when it is deposed.

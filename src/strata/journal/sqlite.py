@@ -1,4 +1,4 @@
-"""The journal in one SQLite file: for one process, such as a hub on a Raspberry Pi.
+"""The journal in one SQLite file: schema, exclusive lock, leases, copies.
 
 One connection in one thread does everything: it writes, reads and is the only checkpointer (SQLite releases in wide use
 can damage a WAL that two connections checkpoint at once). The connection locks the file exclusively, so a second

@@ -1,4 +1,5 @@
-"""A folder as one file that is the same wherever and whenever it is made: sorted, without times, owners or caches.
+"""Bundles a folder as one reproducible tar file of at most 48 MiB: what is left out (virtual environments, data of a
+hub or an agent, foreign links), and the refusals.
 
 Plain tar, not compressed: what a compressor writes depends on its version, and the digest is the name of the source.
 """

@@ -1,4 +1,4 @@
-"""Datasets of the hub: folders that are stored by content under a name, for jobs to read."""
+"""Datasets of the hub: push, list, find, pull; names and owners, and their errors."""
 
 from __future__ import annotations
 

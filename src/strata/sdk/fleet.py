@@ -1,4 +1,5 @@
-"""The hub that the commands of a person use: contexts in the configuration folder, or the environment, and a client.
+"""The client's side of a hub: settings `[client]` (STRATA_URL …), contexts in `contexts.json`, tokens in files, pins of
+authorities.
 
 `contexts.json` names addresses and files; a token lies in a file of its own that only its owner can read, so the list
 can be shown to anybody. STRATA_URL and STRATA_OPERATOR_TOKEN, or STRATA_OPERATOR_TOKEN_FILE, stand above all contexts.

@@ -1,5 +1,4 @@
-"""Says which files of a folder are not sent along: what .gitignore says, as git reads it, or .strataignore in its
-stead.
+"""Decides which files a bundle leaves out: patterns of .gitignore or .strataignore, and those that are always left out.
 
 The patterns are those of git, read by `pathspec`: nested files, `!`, `**`, escapes, `.git/info/exclude`, and the files
 of the folders above as far as the repository goes. Whether git tracks a file makes no difference here, and a person's

@@ -1,4 +1,6 @@
-"""Operations as a client sends them to a training server, and the values it reads from their results. No I/O here."""
+"""Operations of the training SDK as requests, and their results as values (`Datum`, `Pass`, `Sample`,
+`SamplingParams`); no I/O.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Calls to a training server: retry, backoff and long polling."""
+"""Calls to a training server: retries for 300 s with backoff (0.1 to 5 s), retried statuses, long polls, reply timeout
+60 s.
+"""
 
 from __future__ import annotations
 

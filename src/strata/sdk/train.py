@@ -1,4 +1,4 @@
-"""Train a model on a training server. Needs httpx, and nothing of the server's.
+"""`TrainingServer`, `Model`, `Sampler`: the training SDK; connection, keys, sequence numbers, futures.
 
     with TrainingServer("http://127.0.0.1:5555", key) as server:
         model = server.create_model("tiny", rank=8)

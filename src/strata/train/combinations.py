@@ -1,4 +1,5 @@
-"""Says which features of the training server work together: rows with a reason, and the function that reads them.
+"""Says which features of the training server work together (parallel axes, quantisation, full fine-tunes, compile,
+offload, engines, families of models): rows with a reason, and the function that reads them.
 
 A row is about two features, or about a feature and families of models (`model_type`). A combination that no row is
 about is supported. What has to divide what is in `parallel`.

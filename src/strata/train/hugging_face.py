@@ -1,4 +1,5 @@
-"""Models of the Hugging Face Hub: fetch them into its cache, list what is there, publish adapters and full models.
+"""Models of the Hugging Face Hub: which files are pulled, what the cache holds, which files are pushed with which model
+card, and the wording of the Hub's errors.
 
 Everything goes through the Hub's own client library. It takes the address from `HF_ENDPOINT`, the token from `HF_TOKEN`
 or `hf auth login`, and the cache's folder from `HF_HOME`.

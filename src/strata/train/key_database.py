@@ -1,4 +1,4 @@
-"""The database of API keys of a training server, and the first key in it.
+"""Opens the database of API keys of a training server, and makes its first key in `api.key`.
 
 It is a SQLite file of the server's own, or a database that it shares with a hub.
 """

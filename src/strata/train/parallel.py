@@ -1,4 +1,5 @@
-"""The mesh of the ranks: its sizes, and how they divide ranks, layers and heads.
+"""Settings of the mesh, section `parallel` (replicate, shard, tensor, context, expert, pipeline), and the checks of
+what has to divide ranks, layers and heads.
 
 What works together at all is in `combinations`; here is what has to divide what.
 """

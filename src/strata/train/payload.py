@@ -1,4 +1,5 @@
-"""Payloads too large for the journal and the links: files named by the SHA-256 of what they hold.
+"""Stores large batches and results as files named by their SHA-256: durable writes, verified reads, and removal of
+those that nothing refers to.
 
 A digest is handed out only when the file and its name are durable. Reading verifies the digest again: a payload is what
 was written, or an error.

@@ -1,5 +1,6 @@
-"""Settings of the training server, one file for all its processes: sections `server`, `model`, `ranks`, `limits`,
-`sampling`, `snapshots`, `checkpoints`, `inference`, `parallel`.
+"""Settings of the training server with all defaults and checks, one file for all its processes: sections `server`,
+`model`, `ranks`, `limits`, `sampling`, `snapshots`, `checkpoints`, `inference`, `parallel`; also ports and names of
+files.
 
 Launcher, orchestrator, API servers and ranks read the same file, so that no setting has to be passed from one to the
 other. The addresses of their links and the paths of their files are derived here and nowhere else.

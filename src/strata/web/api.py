@@ -1,4 +1,4 @@
-"""How pages reach the public API: in the hub's process, through the declared routes and with the caller's rights."""
+"""Calls the public API for a page in the hub's process, with the caller's rights."""
 
 from __future__ import annotations
 

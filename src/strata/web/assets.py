@@ -1,4 +1,4 @@
-"""The files that browsers load once: scripts and styles, under a path that changes with their content."""
+"""Serves scripts, styles and icons under paths with a digest: media types, compression, caching for ever."""
 
 from __future__ import annotations
 

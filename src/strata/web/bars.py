@@ -1,4 +1,4 @@
-"""Bars on a line of the dashboard: of lanes over time, and of parts of a whole side by side."""
+"""Geometry of bars on a line: lanes over time, and parts of a whole (goodput)."""
 
 from __future__ import annotations
 

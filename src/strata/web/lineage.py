@@ -1,4 +1,4 @@
-"""Lineage as a graph from left to right: which column and row each artifact has, and the curves between them."""
+"""Geometry of an artifact's lineage graph: columns, sizes of nodes, at most 200, titles, curves."""
 
 from __future__ import annotations
 

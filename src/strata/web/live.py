@@ -1,4 +1,4 @@
-"""What has changed, for open pages: one reader of the event feed for all viewers, and a stream of topics for each.
+"""The stream of changed topics to open pages: at most one a second, 256 viewers, which topics an event has.
 
 A topic is `jobs`, `job:ID`, `hosts`, `host:ID`, … A page that gets a topic of its own fetches its content again. Each
 topic is published at most once a second, so a busy hub costs its viewers one rendering a second and no more.

@@ -1,4 +1,4 @@
-"""The dashboard of a training server without a hub, beside its API."""
+"""Builds the dashboard of a training server without a hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One request for a page: what its handler works with, and how a handler becomes a route.
+"""Turns a handler into a page or an action: `Page`, security headers, cached fragments (1 s), the list of projects (15
+s), confirmation, redirect.
 
 A page module declares `ROUTES` as `Route`s whose handlers take a `Page` first:
 

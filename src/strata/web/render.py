@@ -1,4 +1,6 @@
-"""Templates: Jinja2 with escaping always on, and the filters that give every number its unit and every time its age."""
+"""Jinja2 environment and filters: formats of durations, ages, sizes, numbers; CSS classes of statuses
+(`STATUS_CLASSES`), and advice texts (`ADVICE`).
+"""
 
 from __future__ import annotations
 

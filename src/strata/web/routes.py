@@ -1,4 +1,4 @@
-"""Every page of the dashboard, and what a server needs to show them: routes, the session cookie, and error pages."""
+"""The list of all pages, the navigation of the dashboard (names, order, icons), and error pages."""
 
 from __future__ import annotations
 

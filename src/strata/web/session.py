@@ -1,4 +1,5 @@
-"""Browser sessions: the cookie, the CSRF token that follows from it, and the checks that every action passes.
+"""Browser sessions: the cookie's attributes, the CSRF token, same-origin checks, forms of at most 64 fields; with the
+refusals. Lifetimes are in `identity.sessions`.
 
 A form is taken from a page of this server alone: the browser says so (`Sec-Fetch-Site: same-origin`, which no page can
 forge), and the form has the CSRF token, which only a page of this session knows.

@@ -1,4 +1,4 @@
-"""The metric of each trial in the order of the queue, with the best so far as a line: geometry for an SVG."""
+"""Geometry of the plot of trials in a sweep: sizes, axis ticks, best line."""
 
 from __future__ import annotations
 

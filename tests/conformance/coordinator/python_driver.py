@@ -1,6 +1,7 @@
 """The driver of the worker SDK in Python: commands as lines of JSON in, answers as lines of JSON out.
 
-The protocol is in docs/coordinator.md; a driver in another language answers the same commands with its own SDK.
+The protocol is in docs/coordinator-protocol.md; a driver in another language answers the same commands with its own
+SDK.
 """
 
 from __future__ import annotations

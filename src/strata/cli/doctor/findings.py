@@ -1,4 +1,6 @@
-"""A finding of `strata doctor`: check, state, reason and what to do; and the checks that several modules share."""
+"""A finding of `strata doctor`, and the checks that hub and agent share: disk space (2 GiB), private files,
+clock skew.
+"""
 
 from __future__ import annotations
 

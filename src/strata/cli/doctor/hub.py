@@ -1,4 +1,6 @@
-"""The hub: the one that the other commands use, and one whose data folder is on this machine."""
+"""Checks of `strata doctor` about the hub: context, reachability, credentials that end within a week, data folder,
+authority, database.
+"""
 
 from __future__ import annotations
 

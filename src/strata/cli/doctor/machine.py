@@ -1,4 +1,6 @@
-"""This machine: Python, the extras, torch and CUDA, and the agent with its files, its user and its hub."""
+"""Checks of `strata doctor` about this machine: Python versions, extras, torch and CUDA, agent, its certificate and
+user.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agent as a systemd service of the user who joined: written by `strata join --service`, undone by `leave`."""
+"""The systemd unit of the agent (`strata join --service`): its text, installation and removal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`strata cancel`, `requeue`, `archive`, `exec`, `drain`, `pause`, `resume`, `revoke`: control of jobs and hosts."""
+"""`strata cancel`, `requeue`, `archive`, `exec`, `drain`, `pause`, `resume`, `revoke`: options, and what
+each prints.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`strata events`: who changed what in the fleet, and when."""
+"""`strata events`: filters, columns, pages of 500, and following."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`strata logs`: print or follow the log of an attempt, across restarts of the hub."""
+"""`strata logs`: prints or follows the log of an attempt (long polls of 20 s), escapes control characters, and says how
+the attempt ended.
+"""
 
 from __future__ import annotations
 

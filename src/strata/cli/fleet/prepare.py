@@ -1,4 +1,6 @@
-"""Prepares a manifest on this machine: parses it, describes its trainers, and bundles their folders for upload."""
+"""Prepares a manifest on this machine: bundles of folders, schemas of trainers by `--describe` (60 s), and the check of
+hyper-parameters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`strata run`: run one command in a copy of the current folder on a host of the fleet."""
+"""`strata run`: options of one command as a job (needs, environment, start, timeout), and what it prints."""
 
 from __future__ import annotations
 

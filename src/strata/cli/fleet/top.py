@@ -1,4 +1,4 @@
-"""`strata top`: what needs attention, what runs and waits, and the hosts, live on a terminal and once elsewhere."""
+"""`strata top`: the live screen of a fleet: attention, running and waiting jobs, hosts; rows and bars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`strata up`: a hub and the agent of this machine in one process, for one person and one computer.
+"""`strata up`: a hub, an agent and a coordinator of this machine in one process; options, refusals, and what it prints
+when ready.
 
 They are the same hub and agent that `strata hub` and `strata agent` run. They share one process, so that a kill leaves
 no half: jobs continue under their supervisors, and the next `strata up` resumes them.

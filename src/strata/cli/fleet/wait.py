@@ -1,4 +1,6 @@
-"""`strata wait` and `strata apply --wait`: wait until jobs have ended, and print the end of each."""
+"""`strata wait` and `strata apply --wait`: waits until jobs have ended, prints each end and the summary; refresh every
+15 s.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job as text: ages and times, the summary line, the alerts, and what changed."""
+"""The texts about a gang: ages, summary line, alerts (what counts as long, 30 s, or recent, 10 min), and changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`strata gang events` and `strata gang goodput`: what happened to a job, and what became of its time."""
+"""`strata gang events` and `strata gang goodput`: their columns and rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The state of a job as a screen: what needs attention first, then tables that fit a terminal of 80 columns."""
+"""The screen of `strata gang`: tables of workers, barriers, checkpoints, data, commands and incidents; how many rows
+each shows.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Following a job: a screen that stays up to date on a terminal; elsewhere a line for each change, or JSON."""
+"""`strata gang --watch`: a live screen on a terminal, elsewhere a line for each change or JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m strata.cli.serve.api_process`: an API server of a training server, with its dashboard for browsers.
+"""`python -m strata.cli.serve.api_process`: an API server with its dashboard, or the API alone without jinja2.
 
 Without jinja2 (extra `hub`) there is the API alone.
 """

@@ -1,4 +1,4 @@
-"""The state of a training server as a screen: what it does first, then who waits, then what ended."""
+"""The screen of `strata serve status`: ranks, alerts, running operations, tenants (6), recoveries, ended operations."""
 
 from __future__ import annotations
 

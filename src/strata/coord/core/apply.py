@@ -1,4 +1,6 @@
-"""The only writer of journaled state: it applies facts. A fact that was once written always applies."""
+"""Applies a fact to the state of a job, and is the only writer of journaled state: what each fact changes, which old
+entries it drops, and when a pending checkpoint is abandoned. A fact that was once written always applies.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Barriers: arrivals are a set of workers, the result is a fact, and a repeated call gets the same reply."""
+"""Barriers decide who waits, when all have arrived, when one times out, and how many may be open (1,024); a repeated
+call gets the stored verdict.
+"""
 
 from __future__ import annotations
 

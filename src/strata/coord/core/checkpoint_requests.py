@@ -1,4 +1,5 @@
-"""Checkpoints that an operator requests: of a future step that all ranks share.
+"""Checkpoints and drains that an operator requests: how the shared future step is chosen, how far ahead it lies, how
+many agreed steps ranks may miss (3), how long they may share no step (20 s), and when the request is refused.
 
 Ranks are not in step: one that writes while another computes would wait for ever. So the coordinator names a step that
 no rank has finished, as an argument of the command. A rank that has not finished it promises, in its heartbeats, not to

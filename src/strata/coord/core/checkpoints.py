@@ -1,4 +1,6 @@
-"""Checkpoints that count only when all ranks have written their part, and recovery that rewinds once."""
+"""A checkpoint commits when all ranks have reported their part (this module checks step, rank and leases of each), and
+a recovery rewinds the data once to a committed one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The facts of the coordinator, which are all that is ever journaled.
+"""The facts that the coordinator journals, and the types in them: datasets (default number of buckets), barrier
+verdicts and the time-out message, kinds of commands, statuses of a job, how many workers a message names
+(`WORKERS_NAMED`).
 
 A fact holds what was decided, not why: to replay it needs no clock and no rule of the version that decided.
 New kinds and new fields with defaults may be added; a field never changes its meaning. `at_ms` is the leader's time of

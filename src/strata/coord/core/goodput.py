@@ -1,4 +1,5 @@
-"""The goodput of a job: how the time of its run was spent. Pure, from facts that carry their time.
+"""The goodput of a job of workers: how each fact moves its time between useful, checkpoint, restart, rolled back,
+detection and waiting.
 
 Every millisecond since the run began is in exactly one part. What a recovery threw away moves from useful to rolled
 back, and the silence before a loss moves from useful to detect, so the parts always add up to the time that has passed.

@@ -1,4 +1,5 @@
-"""Finds the worker for which the others wait when a whole generation stands still in a collective.
+"""Finds the worker that hangs while the others wait in a collective, from two probes of stacks, collective numbers and
+processor time (`IDLE_CPU_S`), and has the limits of reported stack frames.
 
 The step tells nothing then: all ranks are at the same one. So the coordinator puts the same probe to all members,
 twice, and every one of them reports what its training thread does. A worker is a suspect only if each of these holds:

@@ -1,4 +1,5 @@
-"""The history of a job: what happened, when, and what it cost; projected from facts, so that it survives restarts.
+"""The history of a job: kinds and wording of its events, how many are kept, which are merged (within 10 s), and from
+how long on a barrier is slow (`SLOW_BARRIER_S`). It is projected from facts, so it survives restarts.
 
 `annotate` gives a fact its time when it is decided; `record` makes events of facts when they are applied. Workers that
 do the same together make one event, so that ten thousand joins do not displace everything else.

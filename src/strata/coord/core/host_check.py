@@ -1,4 +1,5 @@
-"""The verdict of the check before a generation starts: which hosts compute wrongly, or are slower than the others.
+"""The verdict of the check of hosts before a generation starts: a host is compared with the median of the others, and a
+second measurement has to confirm; at most four rounds.
 
 A host is compared with the median of the others. One measurement convicts no host: a second one has to confirm it. For
 an all-reduce hosts meet in pairs, so two of them are suspect if it is slow or fails; each of the two then meets a host

@@ -1,4 +1,6 @@
-"""The requests that the core decides about, and its replies. They are not journaled: a restart does not need them."""
+"""The requests that the core decides about and its replies, as types, and how many missing workers a reply names. They
+are not journaled.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The settings of a job: its limits, its timeouts, and how far the reaction to a straggler may go."""
+"""The settings of a job and their defaults: heartbeat interval, missed beats, settle time, least and most workers,
+barrier timeout, kept checkpoints, shard failures, placement, limits of stragglers and hangs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The lease ledger: which samples of an epoch are consumed, which worker reads what, and what has to be read again.
+"""The lease ledger of an epoch: which samples are consumed, leased, returned or quarantined, and to which position a
+checkpoint rewinds it. Requests that change it are decided in `shards`.
 
 The state is small because most of it follows from little: shards lie in fixed buckets, each with a fixed order, so a
 cursor for each bucket says what was ever handed out. Of that, everything is consumed but what is leased, returned or

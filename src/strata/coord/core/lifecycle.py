@@ -1,4 +1,5 @@
-"""The life cycle of a job: created, running, stopped, finished; and the reset and the deletion by an operator.
+"""The life cycle of a job as a table of statuses (created, running, stopped, finished), and when it may be reset or
+deleted.
 
 The status of a job changes only through `NEXT`; a transition that is not in the table is rejected, or never happens.
 """

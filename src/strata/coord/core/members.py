@@ -1,4 +1,7 @@
-"""Membership: jobs are created, workers register and leave, generations form. Eviction is in `liveness`."""
+"""Membership: creating and updating a job, checks of its settings and of workers that register (name, weight, rank,
+number), leaving, and when a new generation forms (settled, or at the latest after 25 times `settle_s`). Eviction is in
+`liveness`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The canonical order of a dataset: `perm(dataset, seed, epoch)`, the same for every membership and in every language.
+"""The canonical shuffled order of a dataset, `perm(dataset, seed, epoch)`, and the slices of deterministic datasets:
+the same for every membership and in every language.
 
 This docstring is the specification; `docs/vectors/permutation.json` holds test vectors. All numbers are unsigned
 64-bit integers, `+` and `*` wrap around, `>>` shifts in zeros, `^` is exclusive or, `|` and `&` are bitwise.

@@ -1,5 +1,5 @@
-"""Picks the shard that a worker gets next: returned ones first, then its own buckets in canonical order, then any
-bucket.
+"""Picks the shard that a worker gets next: returned ranges first, then shards of its own buckets in canonical order,
+then it steals from any bucket. Nothing is granted here (that is `shards`).
 
 An index over a ledger, rebuilt when needed and never journaled: the cursors are the truth, and an entry that disagrees
 with them is stale and skipped.

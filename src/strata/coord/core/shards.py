@@ -1,4 +1,6 @@
-"""Data: registration of datasets, acks, grants of leases, and the slices of deterministic datasets."""
+"""Requests for data: registering a dataset (checks of its sizes, files and buckets), granting leases on shards, acks,
+returns and the quarantine of failing shards, slices of deterministic datasets; at most 256 shards or acks in a call.
+"""
 
 from __future__ import annotations
 

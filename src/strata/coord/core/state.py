@@ -1,4 +1,6 @@
-"""The coordinator's state: of each job what the facts built (`JobState`) and what this process observed (`SoftState`).
+"""The coordinator's state: of each job what the facts built (`JobState`) and what this process observed (`SoftState`);
+how many evicted workers, verdicts, acks, tombstones and requests it keeps; and how many heartbeats it accepts (1,000 a
+second).
 
 A snapshot holds the first and never the second: after a restart, heartbeats and calls of the workers rebuild it.
 """

@@ -1,4 +1,5 @@
-"""The step times of a worker, as its heartbeats report them: `add_report` makes the next sample from the last.
+"""The step times of a worker, made from its heartbeats: how a report becomes a sample, how pauses are left out, and the
+robust median and deviation (MAD).
 
 `straggler_detection` compares the samples of a job's workers with each other.
 """

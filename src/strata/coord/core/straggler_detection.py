@@ -1,4 +1,5 @@
-"""Stragglers: slow and hung workers, found by the step times of their own job.
+"""Decides which workers are slow or hung, and the level of the reaction: the thresholds (`StragglerLimits`: ratios,
+z-score, numbers of steps, hang timeouts), the ladder reweight, rebalance, stop, and the wording of the reasons.
 
 **Slow** is a worker whose recent steps take much longer than those of the others: by a robust z-score (median and MAD
 over the workers of a generation, so that the slow one does not hide itself) and by a plain ratio, because a z-score

@@ -1,4 +1,6 @@
-"""Authentication: from the metadata of a call to an identity. The token overrides what other fields claim."""
+"""Authenticates calls to the coordinator by the bearer token in their metadata: which role a call needs, cached tokens,
+renewals and revocations. The token overrides what other fields claim.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Notifies the calls that wait in the coordinator when the facts that they wait for are committed."""
+"""Wakes the calls that wait in the coordinator (for shards, barriers, generations, checkpoints) when the facts that
+they wait for are committed.
+"""
 
 from __future__ import annotations
 

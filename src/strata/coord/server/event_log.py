@@ -1,4 +1,4 @@
-"""One structured line in the log for each event of a job's history."""
+"""Logs one structured line for each event of a job's history: which fields it has, and at which level."""
 
 from __future__ import annotations
 

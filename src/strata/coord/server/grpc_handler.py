@@ -1,4 +1,5 @@
-"""The generic gRPC handler, which finds the function that serves a call, and the table from error codes to statuses.
+"""The generic gRPC handler: finds the function of a call, bounds the bytes and fields of each message, and has the
+table from error codes to gRPC statuses.
 
 The caller is authenticated from the metadata before a byte of the message is read: a rejected call costs no more than
 the flow-control window of its stream. Only then is the message read, bounded, and parsed.

@@ -1,4 +1,5 @@
-"""Heartbeats: the most frequent call, answered from memory unless it makes facts.
+"""Receives heartbeats, singly or in a batch: checks and limits of their fields (step, compute times, stack frames), the
+reply from memory, and the wait for a commit when one makes facts.
 
 An immediate reply contains only committed values: its generation and its commands come from `JobTelemetry`, not from
 the core's state, which may be ahead by facts that are not durable yet. An error may rest on an uncommitted eviction;

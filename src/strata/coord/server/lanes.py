@@ -1,4 +1,5 @@
-"""What each worker of a job did over the last hour: its reported state, sampled at one common time axis.
+"""What each worker did over the last hour, as lanes of its reported state: sampled every 5 s, 720 samples, in memory
+alone.
 
 In memory alone: heartbeats are not journaled, so a coordinator that takes over begins with empty lanes.
 """

@@ -1,4 +1,6 @@
-"""Operations that take more than one decision: they wait for other workers, or complete a request from the state."""
+"""Calls that take more than one decision: how register, next shards, barriers, checkpoint reports and recovery wait for
+other workers, and how long.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Partitions: jobs spread over journal streams, each led by one of several processes.
+"""Partitions of jobs over journal streams: which partition a job is in, how leases decide who leads each, and when a
+process takes or gives one away to balance.
 
 A process takes free partitions, and gives one away when another process has fewer. Leases in the journal decide who
 leads; the holder of a lease is named with its address, so the journal also says where to forward a call.

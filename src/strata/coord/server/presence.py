@@ -1,4 +1,6 @@
-"""Presence streams: they push generations and commands to a worker, and a broken one makes the worker suspect."""
+"""Presence streams to workers: they push generations, commands and agreed checkpoint steps, and a broken one makes the
+worker suspect.
+"""
 
 from __future__ import annotations
 

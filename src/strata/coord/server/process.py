@@ -1,4 +1,6 @@
-"""The coordinator as a process: it listens, leads or stands by, and drains on SIGTERM."""
+"""The coordinator as a process: listens with TLS, serves health, metrics and backups, leads or stands by, and drains on
+SIGTERM; with its gRPC pings, connection and garbage-collector limits.
+"""
 
 from __future__ import annotations
 

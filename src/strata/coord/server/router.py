@@ -1,4 +1,5 @@
-"""Calls in an installation with several partitions: served here if this process leads the job, else forwarded one hop.
+"""Routes calls where there are several partitions: served here if this process leads the job, else forwarded one hop,
+with the connections to peers and their health checks.
 
 The caller is authenticated here and, by the same metadata, again by the leader. A forwarded call that meets a process
 which does not lead is UNAVAILABLE and never forwarded again.

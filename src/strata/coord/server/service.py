@@ -1,4 +1,5 @@
-"""The coordinator of one partition: it leads its stream if it can, decides one request at a time, notifies waiters.
+"""The coordinator of one partition: the loop that leads its stream, ticks (every 0.1 s), gathers and decides requests
+one at a time, notifies waiters, drains and gives leadership away.
 
 It knows the core's types only. `operations` waits for outcomes; `servicer` translates from and to protobuf.
 """

@@ -1,4 +1,6 @@
-"""The RPCs of the contract: each authenticates the caller, converts the message, calls the service, converts back."""
+"""The RPCs of the contract: each authenticates the caller, converts the message, calls the service and converts back;
+with the longest wait, the interval of watches, and the page size of events.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tokens of a job: which worker or operator may call the coordinator, and until when. Servers sign them with a secret.
+"""Tokens of workers and operators of a job: format `strata1.CLAIMS.SIGNATURE`, signing, expiry, renewal, least length
+of the secret, and the file of revoked ones.
 
 A token is `strata1.CLAIMS.SIGNATURE`: claims as JSON and an HMAC-SHA256 of all before the last point, in base64url.
 """

@@ -1,4 +1,6 @@
-"""Watches of a job: one projection for all watchers, made in slices, at most one round in an interval.
+"""Watches of a job: one projection for all watchers, with the interval of rounds (0.2 s), how many workers are
+described at once, when rows are refreshed, how many rounds are kept, and how long a projection without watchers is (30
+s).
 
 A round looks at every worker, describes again those that changed and, in turn, those whose telemetry is oldest, and
 encodes both once. A watcher gets the whole job first and then the rounds that it has not seen, as one message; after a

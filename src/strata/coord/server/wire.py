@@ -1,4 +1,6 @@
-"""The only converter between protobuf messages and the core's types. `wire_job` converts a job for operators."""
+"""Converts protobuf messages of workers to the core's types and back, with the defaults (shard size, job name), limits
+of names and arguments, and when a worker without shards asks again (200 ms). `wire_job` converts a job for operators.
+"""
 
 from __future__ import annotations
 

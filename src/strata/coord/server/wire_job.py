@@ -1,4 +1,5 @@
-"""A job as operators see it: the core's state and the telemetry of this process, in messages.
+"""Converts a job to the messages that operators see: counts and order of workers, how late a heartbeat makes a worker
+`LATE`, slowdown, incidents, datasets, barriers, checkpoints and goodput.
 
 A large job has too many workers to describe them in one turn of the loop: callers describe them in slices.
 """

@@ -1,5 +1,5 @@
-"""Samples that are files of a tar archive, as WebDataset has them: files whose names are the same up to the first dot
-are one sample, a dict from what follows the dot to the content.
+"""Samples from tar archives as WebDataset has them: files whose names are the same up to the first dot are one sample,
+a dict from what follows the dot to the content.
 
 An archive has an index beside it, like a file of lines: segments of whole samples, each with its digest.
 """

@@ -1,4 +1,6 @@
-"""`Worker`: `AsyncWorker` on an event loop of its own thread, so that heartbeats go on while the training blocks."""
+"""`Worker`, the blocking form of `AsyncWorker`: an event loop on a thread of its own, so that heartbeats go on while
+the training blocks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The agreement of all ranks on the step of a checkpoint that an operator requested.
+"""The worker's part in a checkpoint that an operator requested: it promises not to go past the named step, and waits
+until all ranks have promised or its membership is over.
 
 The coordinator names a step. A worker promises not to go past it, and writes the checkpoint when all have promised.
 """

@@ -1,4 +1,5 @@
-"""Checkpoints of workers on hosts that share no storage: the agent of each host carries them.
+"""Checkpoints of workers on hosts without shared storage: `store://` names, the folder that the agent uploads, and how
+long a worker waits for a part that another host wrote.
 
 A program writes its part into a folder below `checkpoint_root`, which has the same name for all ranks. When all of them
 have committed, the folder moves up to where the agent uploads what it finds, as an artifact of the job. To the

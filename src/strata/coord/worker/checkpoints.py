@@ -1,4 +1,6 @@
-"""Checkpoints of a worker: its stored part, the report of it until all ranks have committed, and its verification."""
+"""Checkpoints of a worker: writing and digest of its part, reporting it until all ranks have committed (polled every
+0.02 to 0.5 s), and verifying parts before a load.
+"""
 
 from __future__ import annotations
 

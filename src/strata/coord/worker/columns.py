@@ -1,5 +1,5 @@
-"""Samples that are rows, each a dict by column: of Parquet, of which only the needed row groups are read, and of Arrow,
-which is mapped into memory.
+"""Samples that are rows as dicts by column: Parquet, read by row groups in batches of 4,096 rows, and Arrow files,
+mapped into memory.
 
 pyarrow is imported with the first such file: a worker that reads text does without it.
 """

@@ -1,4 +1,6 @@
-"""Commands of operators: each is executed once, however often it arrives, and acknowledged afterwards."""
+"""Commands of operators at the worker (stop, rebalance, checkpoint, reload, drain): each is executed once, however
+often it arrives, and acknowledged afterwards.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Garbage collection of checkpoint parts that no recovery needs any more: the coordinator names, a worker deletes them.
+"""Deletes checkpoint parts that no recovery needs any more: the coordinator names them, and only what lies inside
+`checkpoint_root` is deleted.
 
 A name is what some worker once reported, so it is not trusted: only what lies inside the one root that this worker's
 own settings name is deleted, however the name is spelled and wherever links lead.

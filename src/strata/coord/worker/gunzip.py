@@ -1,4 +1,4 @@
-"""A compressed file as its content: indexed_gzip decompresses from the last seek point before what is read."""
+"""Reads a gzip file as its content with indexed_gzip, from seek points every 4 MiB."""
 
 from __future__ import annotations
 

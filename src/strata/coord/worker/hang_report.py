@@ -1,4 +1,5 @@
-"""What the training thread does while no worker makes a step: its stack, its processor time, its collectives.
+"""Reports what the training thread does while no worker makes a step: its stack, processor time and collectives; which
+functions count as waiting or busy; and `if_hung`, which ends the process.
 
 The coordinator compares the reports of all ranks (`core.hang_diagnosis`). torch is looked at only if the program has
 imported it: this module works without.

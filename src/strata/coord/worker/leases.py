@@ -1,4 +1,5 @@
-"""The leases of a worker: how far it has consumed each of them, and how much of that the coordinator has confirmed.
+"""The leases that a worker holds: how far it has consumed each, which acks are due, what the coordinator has confirmed,
+and which leases are lost.
 
 No I/O. The training thread may move `position` while the event loop reads it; only the loop adds and removes leases.
 """

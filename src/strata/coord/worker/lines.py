@@ -1,4 +1,5 @@
-"""Samples that are lines: text and JSONL. Only a line feed ends a line; texts may contain other separators.
+"""Samples that are lines of text and JSONL files, also compressed, and the `.strata-index` file beside the data: its
+format, its grain and its digests. Only a line feed ends a line.
 
 Where lines begin is in an index, a small file beside the data. It divides the data into segments of whole lines and has
 the digest of each, so that what is read is what was indexed.

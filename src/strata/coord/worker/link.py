@@ -1,4 +1,5 @@
-"""Calls to the coordinator: channels, metadata, and retries with backoff and jitter while no coordinator replies.
+"""Calls to the coordinator: channels and TLS, the token, failover between addresses, retries with backoff (0.05 to 2
+s), and the table from gRPC statuses to error codes.
 
 A call sends one message until it gets a reply: every message that a worker sends may arrive twice. The only table from
 a gRPC status to an error code is here.

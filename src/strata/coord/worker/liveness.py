@@ -1,5 +1,5 @@
-"""How the coordinator knows that a worker lives, and what it does: heartbeats, by the host's relay or directly, and the
-presence stream. What they bring back is for the session.
+"""Sends a worker's heartbeats, by the host's relay or directly, and holds its presence stream: what a heartbeat
+contains and when it is sent early.
 """
 
 from __future__ import annotations

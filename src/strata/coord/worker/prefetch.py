@@ -1,4 +1,5 @@
-"""Prefetching: leases of the next shards while the loop trains on this one, and their samples read ahead by a thread.
+"""Prefetching: leases of the next shards while the loop trains on this one, and a thread that reads their samples up to
+four batches ahead.
 
 A prefetched shard is leased like any other and counts as unread until the training loop gets it. So nothing of it is
 acked; when its worker leaves, dies or rewinds, it is leased again like everything that was not consumed.

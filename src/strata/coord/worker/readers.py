@@ -1,4 +1,5 @@
-"""Samples of a dataset's files: what a shard's slices mean, whatever the format and wherever the files are.
+"""Chooses the reader of a file by its suffix (text, JSONL, Parquet, Arrow, tar, compressed), counts samples, and reads
+the slices of a shard; with the batch size and how many open files are kept.
 
 The suffix of a path says what a sample is; indexes count samples from the beginning of a file. Each format is one class
 with the number of samples of a file and a method that reads a range of them.

@@ -1,4 +1,6 @@
-"""Why a worker cannot simply go on: errors of code STALE, each with a `reason` that a training loop can act on."""
+"""Why a worker cannot go on: the reasons of STALE errors (membership changed, rank differs, lease lost, evicted, too
+few members), their messages, and which a recovery mends.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The relay of a host: heartbeats of all its workers reach the coordinator in one call.
+"""The relay of a host sends the heartbeats of all its workers in one call: it collects for 0.2 s, forwards with a
+timeout of 5 s, and a worker sends directly for 30 s when it fails.
 
 A worker sends its heartbeat over a Unix socket and waits for the coordinator's own reply. The relay keeps no state: it
 forwards each heartbeat once, under the token of its worker, and only while that worker waits. So the coordinator

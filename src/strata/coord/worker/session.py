@@ -1,4 +1,5 @@
-"""The session of a worker with the coordinator: registration, and calls under the right identity.
+"""The session of a worker: registering, rejoining a new generation or raising the error, leaving, and after how many
+silent seconds or heartbeats the worker counts itself as lost.
 
 It decides whether to recover from an error itself (a new generation of an elastic job, a rejoin) or to raise it in the
 training loop. Heartbeats are in `liveness`; data, barriers and checkpoints in `client`.

@@ -1,4 +1,6 @@
-"""Settings of a worker, section `worker`: STRATA_WORKER_ADDRESS, STRATA_WORKER_JOB, STRATA_WORKER_ID and so on."""
+"""Settings of a worker, section `worker` (STRATA_WORKER_ADDRESS, STRATA_WORKER_JOB, STRATA_WORKER_ID …) with defaults:
+address, rank, `wait_for`, checkpoint root, patience of 300 s.
+"""
 
 from __future__ import annotations
 

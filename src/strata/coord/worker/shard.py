@@ -1,4 +1,6 @@
-"""A shard as the training loop sees it, and how the shards of a dataset are handed out."""
+"""A shard as the training loop sees it (`open`, `progress`, `done`, `fail`), and the options of a dataset: seed,
+shuffle, buckets, shards of a global batch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How long the steps of a worker take, and how much of that it computes: the rest it waits for other workers."""
+"""Measures the steps of a worker and how much of each it computes rather than waits: how many times are kept (32), and
+when the first is reported.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Where files are: a local path, or `s3://bucket/key` in a store that speaks S3.
+"""Opens files at a local path or `s3://bucket/key`: sizes of read blocks, checks that a file did not change, and the
+settings of S3 (`[s3]`: endpoint, keys, timeout, retries).
 
 A `Source` is one file, opened: it knows its size and reads ranges of bytes. Errors of a store become a
 `StrataError` here; the readers interpret the bytes.

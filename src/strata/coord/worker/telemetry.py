@@ -1,4 +1,6 @@
-"""What the worker uses: its process by psutil, the host's network, and its own GPUs where NVML is installed."""
+"""Measures what a worker uses: CPU, memory and disk of its process, network of the host, and its own GPUs where NVML is
+installed.
+"""
 
 from __future__ import annotations
 

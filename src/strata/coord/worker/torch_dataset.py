@@ -1,4 +1,5 @@
-"""The samples of a worker's shards for torch: an `IterableDataset`, and a `DataLoader` whose processes read it.
+"""The samples of shards for torch: `ShardDataset` (an `IterableDataset`), and `ShardLoader`, a `DataLoader` with the
+options that it refuses, its start method, and when a sample counts as consumed.
 
     dataset = ShardDataset(worker, "corpus", epoch)
     loader = ShardLoader(dataset, batch_size=8, num_workers=2)

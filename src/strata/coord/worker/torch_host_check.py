@@ -1,4 +1,5 @@
-"""The check of hosts before a generation starts: a matrix product, memory, and an all-reduce with another host.
+"""Measures a host before a generation starts: sizes and repetitions of the matrix product, the memory test and the
+all-reduce with another host, and their timeouts. The verdict is in `core.host_check`.
 
 Each host measures in a process of its own, because what is broken may hang or crash it: `python -m
 strata.coord.worker.torch_host_check [GROUP]`. The hosts exchange what they measured over the store of their round, and

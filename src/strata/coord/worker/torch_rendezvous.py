@@ -1,4 +1,5 @@
-"""torchrun's rendezvous over the coordinator: `torchrun --rdzv-backend strata --rdzv-endpoint ADDRESS --rdzv-id JOB`.
+"""torchrun's rendezvous over the coordinator (`torchrun --rdzv-backend strata`): rounds, ranks of nodes, the store of
+the workers, spare nodes, and the timeouts and backoff of joining.
 
 The torchrun of each host, a node, is a member of the job `JOB/nodes`. A generation of that job is a round of the
 rendezvous: the node's rank is its rank there, and the store of the workers is on the node of rank 0, whose address its

@@ -1,4 +1,5 @@
-"""One attempt of a job on this host: prepare, run, watch, report, clean up; resumed where an earlier agent left it.
+"""Runs one attempt of a job on this host: the steps prepare, wait for room, run, watch, report, clean up, resumed where
+an earlier agent left them; and how long a kill may take.
 
 The files in the state folder say how far the attempt is, and each step can be repeated.
 """

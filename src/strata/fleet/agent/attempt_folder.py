@@ -1,4 +1,5 @@
-"""The folder of one attempt as the job sees it: its paths, creation, removal, owner and checkpoints.
+"""The folder of one attempt as the job sees it: its subfolders, owner and removal, which checkpoint is the newest, and
+who `run_as` is.
 
 A trainer writes a checkpoint below STRATA_CHECKPOINT under a name that begins with a dot, or ends in `.tmp` or
 `.partial`, then renames the folder. A folder that has its final name never changes again (`strata.fleet.trainer`).

@@ -1,4 +1,5 @@
-"""What the hub gets of an attempt: its log, metrics and checkpoints while the child runs, then result and outcome.
+"""Reports an attempt to the hub: uploads of log, metrics and checkpoints while it runs (every 0.5 s), then result and
+outcome, retried while the hub is away.
 
 The report comes last: first the whole log and the metrics, then the files, then `complete` or `fail`. While the hub is
 away the report is retried, and it survives this agent.

@@ -1,4 +1,5 @@
-"""What a job sees of its host, as options of bubblewrap: a read-only system, its own attempt, and nothing of the agent.
+"""The mounts and namespaces of a job as options of bubblewrap: what it sees of its host, which devices, and what is
+hidden.
 
 Bubblewrap applies the options in their order, and the order is the protection: what must stay hidden is hidden after
 everything that a person may open, and only the attempt's own folder comes after that.

@@ -1,4 +1,5 @@
-"""Control groups, versions 1 and 2: the limits of this process's own group, and a group with limits for each job.
+"""Control groups, versions 1 and 2: reads the limits of this process, and makes, fills and removes a group with limits
+for each job.
 
 Of the limits of its own group and of the groups above it, the tightest counts. Standard library only, because the
 supervisor loads this file by its path. As a program it joins groups: `python -I -S cgroup.py GROUP… -- COMMAND…`.

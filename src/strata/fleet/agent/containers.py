@@ -1,4 +1,5 @@
-"""Runs a job in an OCI image with podman or apptainer, in the place of bubblewrap.
+"""Runs a job in an OCI image with podman or apptainer: allowed registries, pulls (at most an hour), options of the
+container, its variables and devices.
 
 The runtime is started by the agent's user, with variables of the agent alone: those of a job are in a file that the
 runtime reads, so that they cannot change what the runtime does. The process in the container is the job's user and has

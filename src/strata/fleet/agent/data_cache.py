@@ -1,4 +1,6 @@
-"""The datasets of this host: artifacts that jobs read as folders, fetched once, in a `HostCache`."""
+"""Provides the datasets of a job from the host's cache: fetches the artifact, makes it readable, and names the
+variables STRATA_DATA_….
+"""
 
 from __future__ import annotations
 

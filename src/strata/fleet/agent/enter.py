@@ -1,4 +1,5 @@
-"""The first program inside a sandbox: becomes the job's user, takes the job's environment, and executes its command.
+"""The first program inside a sandbox: becomes the job's user, takes the job's environment variables, and executes its
+command.
 
 Bubblewrap and this program run before the job's user is taken, so they get an empty environment: a variable such as
 LD_PRELOAD of a trainer would load the job's code into them. The supervisor passes this text to `python -I -S -c`, with

@@ -1,4 +1,6 @@
-"""The environments of this host: one for each content of a lock file, in a `HostCache`."""
+"""Provides the Python environment of a job: its key in the host's cache by content of the lock file, the sandbox in
+which it is built, and whether source builds are allowed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Executes a command inside the sandbox of a running job: in its control groups and namespaces, as its user.
+"""Enters the sandbox of a running job (control groups, namespaces, user, seccomp filter) and executes a command of
+`strata exec` there.
 
 A supervisor runs it on the host as `python -I -S exec_in_sandbox.py REQUEST`. Nothing of the sandbox is loaded or
 executed before this process is the job's user without capabilities, because the job may have put anything there.

@@ -1,4 +1,5 @@
-"""Runs one command of a person beside a job (`strata exec`), and sends its output and exit status to the hub.
+"""Runs one `strata exec` command beside a job: its time limit, how much of its output is kept (1 MiB of the beginning,
+and the end), polls, and what the hub gets when it ends.
 
 A supervisor of its own runs the command in the job's sandbox (`join`). The command ends with the job, with its time
 limit, and when the hub no longer wants it. It does not outlive a restart of the agent: the next agent stops it.

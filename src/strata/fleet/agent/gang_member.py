@@ -1,5 +1,5 @@
-"""A member of a gang on its host: the token for the coordinator, the command that starts its workers, and the parts of
-checkpoints that other members wrote.
+"""A member of a gang on its host: the coordinator's token and its renewal, the command that starts its workers (join
+timeout one day), and fetching parts of checkpoints from other hosts.
 
 The token lies in a folder of the agent: the job's user can read it and replace nothing there. Heartbeats renew it, and
 workers read the file again when the coordinator rejects the token they have.

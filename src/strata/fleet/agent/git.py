@@ -1,4 +1,5 @@
-"""Fetches one commit of a git repository and writes its files.
+"""Fetches one commit of a git repository: allowed protocols (https, ssh, file), isolated configuration, and a timeout
+of 600 s.
 
 No hooks, no prompts, no submodules, and only the protocols that a list allows. The configuration of the user and of
 the system applies where git fetches, because that is where credentials are; what git writes is the commit's content

@@ -1,4 +1,5 @@
-"""Reads GPUs: through the vendors' libraries (NVML, AMD SMI) where they are installed, otherwise by `nvidia-smi`.
+"""Reads GPUs, their memory, use and processes: by NVML, AMD SMI or `nvidia-smi` (20 s), MIG devices, and which ones
+CUDA_VISIBLE_DEVICES shows.
 
 A device that cannot be read is a problem of its own and hides no other one. Only devices that the agent's environment
 shows count (CUDA_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES): jobs see no others. Without library and program: no GPUs.

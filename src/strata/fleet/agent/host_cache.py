@@ -1,4 +1,5 @@
-"""A cache of folders on this host, each made once and shared by attempts: environments and datasets.
+"""A cache of folders on this host, for environments and datasets: layout, locks, who uses a folder, and when it is
+evicted (by size, or after 30 idle days).
 
 NAME.lock         held while an attempt makes the folder, or this process removes it
 NAME/content/     what attempts use

@@ -1,4 +1,5 @@
-"""The limits of one job, as its supervisor sets and watches them: CPU, memory, processes, disk, network.
+"""Enforces the limits of one job (CPU, memory, processes, disk, network): how often they are measured, the tolerance of
+CPU (1.2), and the network rules by `nft`.
 
 Standard library only, because the supervisor loads this file by its path.
 """

@@ -1,4 +1,5 @@
-"""Uploads a growing file to the hub as a stream: the log or the metrics of an attempt, the output of a command in it.
+"""Uploads a growing file (log, metrics, exec output) to the hub by offset, and reads the tail of a log and the last
+metrics.
 
 The hub's replies say how many bytes it has, so the agent stores no offset.
 """

@@ -1,4 +1,5 @@
-"""The agent's metrics for Prometheus: what it counts, and the endpoint, which the settings open on loopback.
+"""The agent's Prometheus metrics, `strata_agent_…`: names, help texts, and the endpoint, on loopback and for callers
+with its token.
 
 The library for Prometheus is imported when the endpoint is opened: a base install does without.
 """

@@ -1,4 +1,6 @@
-"""Classifies how a child ended: the cause and the message that the agent reports to the hub."""
+"""Classifies how a child ended (out of memory, VRAM, import error, limit, signal, timeout): the cause, and the message
+with the last 8 KiB of its log.
+"""
 
 from __future__ import annotations
 

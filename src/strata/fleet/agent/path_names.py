@@ -1,4 +1,5 @@
-"""Turns fields of a lease into path components: the only place, by full match, from the matched text alone.
+"""Turns fields of a lease (job, artifact, commit, digest) into names of folders and files, only by a full match of a
+pattern.
 
 `tests/rules` enforces it: the rest of the agent joins a path with a constant or with a name from here.
 """

@@ -1,4 +1,4 @@
-"""Detects local use of this machine, for which its jobs may be preempted: a login, or foreign processes on a GPU."""
+"""Detects local use of this machine (logins, foreign GPU processes), for which `yield_to_people` preempts jobs."""
 
 from __future__ import annotations
 

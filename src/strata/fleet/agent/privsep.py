@@ -1,4 +1,5 @@
-"""Privilege separation: runs one request of `privsep_worker` in a process of the job's user.
+"""Starts one request of `privsep_worker` in a process of the job's user, with its limits of time, bytes and memory. The
+agent moves bytes and never parses them.
 
 The agent moves bytes to that process or from it and never parses them.
 """

@@ -1,4 +1,5 @@
-"""The unprivileged worker of privilege separation: unpacks archives and runs git and uv, as the job's user.
+"""The unprivileged worker: switches to the job's user, then unpacks archives and runs git or uv, with at most 1 GiB of
+memory and 256 open files.
 
 `privsep` starts one process for each request. With `run_as` it begins as root, loads its own program, switches to the
 job's user for good, and only then reads the request: an archive that breaks a parser breaks a process without

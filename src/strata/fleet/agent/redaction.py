@@ -1,4 +1,5 @@
-"""Removes the values of secrets from what a host uploads as text: logs, metrics and errors.
+"""Replaces the values of secrets (8 characters or more) by asterisks in logs, metrics and errors before they are
+uploaded.
 
 Metrics are JSON, and logs often: a value is also found as any JSON library spells it, with `\\/` and `\\u003c` too. It
 is replaced by as many asterisks, so that offsets in a log stay what they are and a line of JSON stays one.

@@ -1,4 +1,5 @@
-"""Calls to the hub that are retried with backoff and jitter, and the thread pools they wait in.
+"""Retries calls to the hub with backoff (0.5 to 15 s): which errors are transient, and the thread pools of heartbeats,
+claims and uploads.
 
 Heartbeats have a pool of their own: an upload that crawls must not cost the leases.
 """

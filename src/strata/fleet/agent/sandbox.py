@@ -1,4 +1,5 @@
-"""What confines the jobs of this host: a user of their own, namespaces by bubblewrap, control groups, network rules.
+"""Detects what this host can confine jobs with (user, namespaces, control groups, network rules), and turns
+`[agent.sandbox]` into limits, mounts and network rules of each job.
 
 `detect_sandbox` finds out once, by trying it, what the host can do, and `HostSandbox.confine` turns the plain spec of
 a job into a confined one. A container runtime would be a second such function: from here on a supervisor runs a spec

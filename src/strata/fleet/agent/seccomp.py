@@ -1,4 +1,4 @@
-"""The system calls that a job in namespaces does not get, as a filter program (BPF) that bubblewrap loads.
+"""Lists the system calls that a job in namespaces does not get, and builds the BPF filter that bubblewrap loads.
 
 Only calls are listed that the kernel would grant to a process without capabilities. All that need one (mounts, modules,
 kexec, the clock) it refuses itself, as long as no user namespace gives it capabilities: those are denied here. Left

@@ -1,4 +1,5 @@
-"""A job of the kind `server` on its host: the folder of its data, the hub's key, and the variables that name them.
+"""A `server` job on its host: the data folder that outlives attempts, its ownership file, restoring and sealing copies,
+the front key, and the names of these files.
 
 The folder outlives the attempts: a server that is started again on this host continues with its journal and its
 checkpoints. Copies of it come home to the hub, made by the server while it runs and by the agent when it has ended, so

@@ -1,4 +1,4 @@
-"""Publishes a job of the kind `server`: tells the hub where it serves, by a relay if the hub is on another machine."""
+"""Tells the hub where a `server` job serves, by its socket or through a relay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A relay between a hub on another machine and the Unix socket of a server on this host.
+"""Relays a hub on another machine to a server's Unix socket over mutual TLS: which certificate it accepts, handshake
+timeout 10 s, 1,024 connections.
 
 It listens with TLS, shows the certificate that the hub's authority has given to this host, and accepts one peer alone:
 the hub, by a certificate that no host has. Then it passes bytes on. It authenticates machines; whose request it is, the

@@ -1,4 +1,5 @@
-"""The agent's durable state: the claim in flight and the attempts that it has.
+"""The agent's durable state as files: the claim in flight, the record and phase of each attempt, and the orders to stop
+one.
 
 state/lock                       one agent at a time
 state/claim.json                 written before a claim is sent: after a crash the same claim is sent again

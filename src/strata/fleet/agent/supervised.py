@@ -1,4 +1,5 @@
-"""The agent's view of a supervised child: start a supervisor, read the child's status, stop it.
+"""The agent's side of a supervised child: the spec that a supervisor reads, starting one, reading the child's status,
+asking it to stop, and removing orphans.
 
 The agent sees the child only through the files that its supervisor writes (`supervisor` lists them), so it makes no
 difference whether this agent started the supervisor or an earlier one did. The next version of the agent

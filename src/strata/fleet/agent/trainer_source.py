@@ -1,4 +1,5 @@
-"""The source code of a job: a folder of the host, a commit of a git repository, or an uploaded bundle.
+"""Provides the source code of a job: a folder of the host, a git commit, or an uploaded bundle, cached as one tar file
+and checked by digest.
 
 A commit or a bundle is cached as one tar file, which the agent writes and never parses; the process of the job's user
 unpacks it for each attempt, so that two jobs never share a folder. A file gets its final name when it is complete:

@@ -1,4 +1,5 @@
-"""Unpacks a source archive into a folder, and nothing outside of it: the sender of the archive is not trusted.
+"""Unpacks a source archive into a folder and nothing outside of it: at most 8 GiB and 500,000 members, links last, and
+the wording of refusals.
 
 Files and folders are written first and symbolic links last, so that nothing is ever written through a link, nor is a
 link created through another one that leads outside; then every link is resolved, to check that it stays inside. The

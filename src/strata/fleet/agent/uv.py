@@ -1,4 +1,5 @@
-"""Builds a virtual environment with uv from a lock file, a project file or requirements.
+"""Builds a Python environment with uv: supported lock and requirements files, refused settings and editables, index
+credentials, variables, timeout (1 h), and the wording of its errors.
 
 uv runs in a folder that holds these files and nothing else, so the content of the files is all that the environment
 depends on: another file that they name is an error of uv. The variables of a job have no influence, and its project

@@ -1,4 +1,6 @@
-"""What the index of artifacts refuses, and what it decides: pure, from the rows that it has read and locked."""
+"""Refusals of the index of artifacts and their wording: missing chunks, wrong attempt, foreign or too many data names
+(1,000), pins, and which bytes count against a quota.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Chunk store on disk: a chunk is written to a temporary file, verified, synced, and only then renamed.
+"""Chunks in files on disk: layout of the folders, verified and synced writes, quarantine, and the free space that is
+kept (1 GiB).
 
     chunks/ab/ab12…    a chunk; the folders 00 to ff are made when the store is opened
     partial/…          what is being written, and what came of puts that broke off, under digest and owner

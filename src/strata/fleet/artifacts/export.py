@@ -1,4 +1,5 @@
-"""Artifacts as other tools expect them: `<model>_<mode>/<sha256>/bundle.tar.zst`, and an `index.jsonl` beside.
+"""Exports artifacts for other tools: the paths `<model>_<mode>/<sha256>/bundle.tar.zst`, the fields of `index.jsonl`,
+and the compression level (3).
 
 The bundle is made when it is asked for, and is the same bytes each time: files sorted by path, no times, no owners, one
 pinned compression. `<sha256>` in the path is the hash in the artifact's id; `sha256` in the index is that of the bytes

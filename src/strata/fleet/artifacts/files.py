@@ -1,4 +1,5 @@
-"""Converts a folder to a manifest and back, on the agent's side. Standard library and `strata.base` only.
+"""Converts a folder to chunks and a manifest (`scan`), and writes one back (`materialise`) without following links;
+folders at most 128 deep. It runs on hosts and clients.
 
 Both directions trust nobody: a folder is read without following links, and a manifest is checked again before anything
 of it is written, so that no hub can make a host write outside the folder it chose.

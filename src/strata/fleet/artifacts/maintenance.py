@@ -1,4 +1,5 @@
-"""What keeps the store small and sound: retention, collection and scrubbing. Each has a run that only tells.
+"""Runs retention, garbage collection and scrubbing of artifacts: pages, parallelism, and dry runs. What is kept is
+decided in `retention`, how often in the hub's settings.
 
 Collection is in two steps, a grace apart. A chunk that nothing refers to and nobody has asked for within the grace is
 marked to be deleted; one that is still marked a grace later is erased. An upload asks for its chunks before it sends

@@ -1,4 +1,5 @@
-"""Chunks in object storage that speaks S3, through obstore.
+"""Chunks in object storage that speaks S3: layout of the keys, signed uploads and downloads, verification of what hosts
+sent, and quarantine.
 
     PREFIX/chunks/ab/ab12…           a chunk; only the hub writes here, and only bytes it has verified
     PREFIX/incoming/OWNER/ab12…      what hosts put through signed URLs

@@ -1,4 +1,5 @@
-"""Says which paths an artifact may have: such as mean the same file on Linux, macOS and Windows, and no file outside.
+"""Decides which paths an artifact may have: at most 1,024 bytes and 32 folders, no name that Linux, macOS or Windows
+would refuse or read as another.
 
 An artifact is made on one host and unpacked on another. A name that one of them cannot have, or would read as another
 name, is refused where the artifact is made and again where it is unpacked: neither side trusts the other.

@@ -1,4 +1,6 @@
-"""Retention: decides by the lineage which artifacts are kept, with a reason for each, for dry runs and real ones."""
+"""Decides which artifacts retention keeps (the last 5, the best 3, parents, job results, at least an hour), each with
+its reason. `RetentionPolicy` has the defaults.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Artifacts come in and go out: what is missing, chunks, commits, verified reads, and which is the latest or best.
+"""Artifacts at the hub: upload plans (at most 200,000 chunks), commits, verified reads, signed URLs (1 h), the grace
+before garbage collection (24 h), and which artifact is latest or best.
 
 No HTTP here.
 

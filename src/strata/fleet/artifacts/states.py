@@ -1,4 +1,5 @@
-"""The states of a chunk in the index, as one transition table; what is absent is illegal.
+"""The states of a chunk in the index (incoming, stored, to delete, deleting, damaged) and the one table of their
+transitions.
 
 Bytes and rows live in two places, so each step that touches the bytes has a row that says so before and after. The row
 goes ahead of the bytes when they come and stays behind when they go: bytes without a row cannot be.

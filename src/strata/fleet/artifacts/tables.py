@@ -1,4 +1,4 @@
-"""The tables of artifacts in both databases."""
+"""The schema of artifacts in both databases: tables, indexes and numbered migrations."""
 
 from __future__ import annotations
 

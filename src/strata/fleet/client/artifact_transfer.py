@@ -1,4 +1,5 @@
-"""Uploads and downloads folders as artifacts: query the missing chunks, send them, commit.
+"""Uploads and downloads folders as artifacts: queries the missing chunks, sends them, commits, and retries a commit up
+to three times.
 
 An interruption costs one chunk.
 """

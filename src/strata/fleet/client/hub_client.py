@@ -1,4 +1,5 @@
-"""A blocking HTTP client for the hub on the standard library alone: for the agent, the CLI and the SDK.
+"""The blocking HTTP client of the hub (agent, CLI, SDK): timeout 30 s, retries for 20 s, TLS, `unix:` addresses, the
+largest reply, the clock skew that is tolerated, and where secrets may be sent.
 
 An address is `unix:PATH`, `https://…`, or `http://…` on loopback. On loopback any user of the machine may listen, so
 only a key of a viewer or a researcher is sent there.

@@ -1,4 +1,6 @@
-"""What of a fleet needs a person, worst first: what, since when, why, and one thing to do about it."""
+"""The notices of a fleet that need a person, worst first: their wording, their one suggested action, and when a silent
+host, a full disk or a growing backlog becomes one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a host is (`Capability`, as its agent detects it), and what matching looks at (`Profile`).
+"""What a host is, as its agent detects it (`Capability`), how its memory is rounded for matching (`Profile`), quiet
+hours in its time zone, and the oldest agent version that gets jobs (`MINIMUM_AGENT`).
 
 A profile is bucketed, so that noise between two boots does not make a new one, and so that a card sold as 24 GiB, which
 reports 23.99, satisfies `min_vram_gib = 24`: memory is rounded to the nearest half GiB. Rounding is monotone, so more

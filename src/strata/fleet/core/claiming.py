@@ -1,4 +1,6 @@
-"""What a claim may take of its hosts, beside what they hold and what is reserved on them."""
+"""Decides which hosts of a claim go first, what room they have beside open attempts and reservations, which reserved
+jobs they are granted, and which lost attempts a claim displaces. The SQL is in `store/*/claims`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Fair share between owners by dominant resource (DRF), within one priority.
+"""Fair share between owners by dominant resource (DRF) within one priority: how an owner's share is computed, and whose
+job is picked next.
 
 An owner's share is the largest of its shares of the fleet's resources: hosts, slots, cores, memory, cards. Of the jobs
 that a claim may take, those with the highest priority come first; among these the job of the owner with the smallest

@@ -1,4 +1,5 @@
-"""Hyper-parameters against the trainer's JSON Schema, before anything is queued.
+"""Checks the hyper-parameters of a job against its trainer's JSON Schema: the wording of each finding, the limits of
+steps, and the suggestion of a known name. Reading the schema is in `hyper_schema`.
 
 A subset of Draft 2020-12, closed on both sides. A keyword that is not known here is an error of the schema, never
 ignored: a check that silently does not happen is worse than none. And an object with `properties` takes no other keys

@@ -1,4 +1,6 @@
-"""Reads the JSON Schemas that are understood, and says what is wrong with one that is not."""
+"""Reads a trainer's JSON Schema: which keywords of Draft 2020-12 are supported, how deep and large it may be, and the
+wording of what is wrong with it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The life of a job, as one table. A status changes through `NEXT` and in no other way; what is absent is illegal.
+"""The statuses of a job and the table of their transitions (`NEXT`), the causes of failures, and which of them count
+against `max_attempts` (`CHARGED`).
 
 The guards of the stores (`WHERE status IN …`) come from `sources`, the picture in the documents from `diagram`.
 

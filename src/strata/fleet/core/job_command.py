@@ -1,4 +1,5 @@
-"""The command of a job, and the variables that it inherits: on a host, and where `--describe` of a trainer is run.
+"""Lists the environment variables that a job may inherit from the agent (`PASSED`: PATH, HOME, locale …), and makes the
+command line of a trainer, also for `--describe`.
 
 A variable that is not on the list may be a credential, so the list names what is passed and not what is withheld.
 """

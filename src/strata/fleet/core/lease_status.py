@@ -1,4 +1,6 @@
-"""Whether an attempt still holds its lease when its host sends a request; both stores decide it by this table."""
+"""Decides whether an attempt still holds its lease when its host sends a request, and words the STALE and CONFLICT
+errors of leases, jobs and outdated plans.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`[trainers.NAME]` and `[hosts.NAME]` of a manifest."""
+"""Reads `[trainers.NAME]` and `[hosts.NAME]` of a manifest: their keys, one source each, checks of git commits, and
+refusal of variables that look like secrets.
+"""
 
 from __future__ import annotations
 

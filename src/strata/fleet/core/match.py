@@ -1,4 +1,5 @@
-"""Whether a host may take a job of a requirement class, and if not, every reason why.
+"""Decides whether a host may take a requirement class by its static properties: every check with its reason and
+smallest fix, and the score of which host fits better.
 
 All reasons and not the first one: an operator who lowers `min_vram_gib` must not learn only then that the host has no
 CUDA. Each reason says what is needed, what the host has, and the smallest change that would help. Only static

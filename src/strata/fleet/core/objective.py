@@ -1,4 +1,5 @@
-"""Chooses the metric that tells the better run, and its direction, for sweeps and artifacts that declare none.
+"""Chooses the metric that tells the better run, and whether lower or higher is better, by the words of its name, for
+sweeps and artifacts that declare none.
 
 A sweep that searches declares its objective. For all others the metric is chosen among those that most runs report, by
 the words of its name: a validation figure before a training figure, a known figure before an unknown one.

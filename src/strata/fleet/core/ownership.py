@@ -1,4 +1,5 @@
-"""Who owns a job and a project, and who may change them.
+"""Who owns jobs and projects and who may change them: reserved names of owners, at most 100 projects of one owner, and
+the wording of refusals.
 
 An owner is a person or a program by name: the name of the API key, so that a renewed key keeps its jobs. A project
 belongs to the owner who used it first. Operators may change everything; others change their own jobs, and apply

@@ -1,4 +1,5 @@
-"""What applying a manifest would change, before it is applied.
+"""Compares a manifest with what is there: new, changed, orphaned, superseded and requeued jobs, changed trainers and
+host policies, the rights that it needs, and the summary that people confirm.
 
 The manifest is compared with what is there; nothing is ever taken away by it. A job that is no longer written stays
 until somebody cancels it, and a job that ended stays ended. Applying a plan and planning again gives an empty plan.

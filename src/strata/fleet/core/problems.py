@@ -1,4 +1,6 @@
-"""Reads the tables of a manifest and collects every problem with its key path, instead of stopping at the first."""
+"""Collects every problem of a manifest with its key path and line (at most 200 are listed), and checks types, sizes and
+nesting of values. Its wording of misfits is here.
+"""
 
 from __future__ import annotations
 

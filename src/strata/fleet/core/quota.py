@@ -1,5 +1,5 @@
-"""Quotas of owners: how many jobs may wait and run, in which range of priorities, how many GPU hours they may use, and
-how many bytes the hub stores for them.
+"""Quotas of owners and their defaults (10,000 jobs, priorities -100 to 0, GPU hours in 30 days, bytes), and the errors
+when jobs, hours or bytes exceed them.
 
 A quota is checked when jobs are queued, in the transaction that queues them: all jobs of a request fit, or none is
 queued. Operators have no quota. A job that runs is never ended by a quota of jobs or hours. What it makes is stored

@@ -1,4 +1,5 @@
-"""What a trainer says while it runs: JSON lines, as `strata.fleet.trainer` writes them.
+"""Parses what a trainer reports as JSON lines (metrics, progress, checkpoints): at most 64 KiB in a line and 256
+metrics.
 
 The lines come from a program of the user, so nothing about them is trusted: a line that is none of ours is counted and
 left alone, never an error of the job.

@@ -1,4 +1,5 @@
-"""What a job asks of a host, and its canonical form, the requirement class.
+"""What a job requires of a host (`needs` with names, bounds and defaults: cards, VRAM, memory, labels, sandbox and
+limits levels), the patterns of names and labels, and the requirement class as its canonical key.
 
 Jobs are many, classes few: a class is matched against a host once and not once per claim, and a claim compares numbers.
 Two jobs are in one class when their classes are equal; lists that mean sets are sorted here, so their order is no

@@ -1,4 +1,5 @@
-"""Reservations: large jobs and gangs get their hosts beside a stream of small jobs. Pure; a store applies the plan.
+"""Plans reservations and preemption: after which wait (60 s) a large job or a gang gets hosts reserved, how long a host
+has to claim them (60 s), how long an incomplete gang may hold hosts (300 s), and whose jobs are preempted.
 
 Without them a job that needs a whole host waits for ever where smaller jobs fit into what comes free. The first job of
 the queue (by priority, share of its owner, age) that has waited long enough and that a host could take if it were empty

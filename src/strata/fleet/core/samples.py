@@ -1,4 +1,5 @@
-"""What hosts do: their processors, memory and cards, sampled and kept at three resolutions.
+"""Samples of hosts and cards (CPU, memory, power, temperature): their names, and how long each resolution is kept (as
+taken for an hour, by the minute for a day, by the hour for 90 days).
 
 The energy of a card is its mean power times the span.
 """

@@ -1,4 +1,5 @@
-"""When jobs start: a time or a delay for one job, or a cron expression for a job that is queued again and again.
+"""Parses start times, delays (at most 365 days) and cron expressions of schedules, computes when one is due next, and
+words what is wrong with them.
 
 Time is an argument, and so is the time zone: nothing here reads a clock or a time zone database.
 """

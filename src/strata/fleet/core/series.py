@@ -1,4 +1,5 @@
-"""Metrics for people: series with few points that lose no peak, in a memory that does not grow with the stream.
+"""Reduces metrics to few points that keep every peak (at most 1,000 buckets, 512 series), joins the attempts of a job,
+and estimates its progress and ETA.
 
 A bucket keeps the lowest and the highest of the values in it, in the order in which they were reported. So a spike is
 seen at every zoom, and a short series is shown as it is.

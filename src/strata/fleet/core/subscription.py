@@ -1,4 +1,6 @@
-"""Subscriptions of people to events of jobs and hosts: which events one covers, and the message about an event."""
+"""Subscriptions to events of jobs and hosts: which events there are, which are the default, and the title and text of
+the message (lines of log, metrics) that is sent.
+"""
 
 from __future__ import annotations
 

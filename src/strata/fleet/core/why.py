@@ -1,4 +1,6 @@
-"""Why a job is not running, in one answer: what stands in the way, how many hosts it stops, and the nearest fix."""
+"""Explains why a job is not running: headline, obstacles (dependencies, back-off, busy, reserved, excluded hosts), how
+many hosts each stops, and the nearest fix, with the wording of all.
+"""
 
 from __future__ import annotations
 

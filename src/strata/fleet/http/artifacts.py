@@ -1,4 +1,6 @@
-"""Routes of artifacts: chunks, commits, blobs, lookup and export. Their content is never interpreted."""
+"""Routes of artifacts: chunks, commits, models, sources, lists, pins and exports, which attempt may upload what, and
+how many copies of a server's state are kept (2).
+"""
 
 from __future__ import annotations
 

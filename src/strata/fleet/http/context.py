@@ -1,4 +1,6 @@
-"""What the handlers of the fleet work with: its services, one request, and the ids that a path names."""
+"""What the handlers of the hub's routes share: `HubContext` with all services, checks of ids and names in a path, and
+who the calling host or submitter is.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Routes of the event feed: a page at a time, or server-sent events that continue from a cursor."""
+"""Routes of the event feed: a page, a long poll, or server-sent events with a heartbeat every 10 s; at most 512
+listeners; and the names of hosts, keys and jobs beside the events.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Commands in running jobs: people request them and read their output, hosts start them and send it."""
+"""Routes of commands in running jobs: request, cancel and follow the output for people; start, output and end for
+hosts.
+"""
 
 from __future__ import annotations
 

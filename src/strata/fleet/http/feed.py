@@ -1,5 +1,5 @@
-"""The event feed of one hub: one reader of the table, any number of listeners, and no listener misses a row. It writes
-a line of the log for each event.
+"""The event feed of one hub: reads the event table every second, keeps the newest 4,096 rows, wakes all listeners
+without a gap, and writes a log line for each event.
 
 A listener close to the end is served from memory; one that is far behind, or wants one subject only, reads the table.
 Both continue from a cursor, so both get the same rows.

@@ -1,4 +1,4 @@
-"""Routes of what happened: the overview, the timeline of a job, and where its time went."""
+"""Routes of the overview, of the timeline of a job, and of goodput."""
 
 from __future__ import annotations
 

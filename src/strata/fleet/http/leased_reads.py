@@ -1,4 +1,6 @@
-"""What a host may read: the jobs of its live leases, and the artifacts that these name, and nothing else of its hub."""
+"""Decides which artifacts, chunks and sources a host may read: those that the jobs of its live leases name, remembered
+for 10 s.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs and metrics of attempts: hosts append pieces by offset, people read and follow them."""
+"""Routes of logs and metrics of attempts: hosts append pieces by offset, people read, follow and plot them."""
 
 from __future__ import annotations
 

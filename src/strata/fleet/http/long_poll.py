@@ -1,4 +1,4 @@
-"""What handlers wait with: for an event, and for the host of an attempt."""
+"""Waits of handlers: for an event of the feed or a timeout, and a cache of which host has which attempt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The manifest: planned, applied, or read again from the hub's own file."""
+"""Routes of manifests: plan, apply, reload the hub's own file, list trainers; limits of the schemas sent along (64 KiB
+each, 4 MiB in all).
+"""
 
 from __future__ import annotations
 

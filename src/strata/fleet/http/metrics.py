@@ -1,4 +1,4 @@
-"""The route that Prometheus scrapes."""
+"""The route `GET /metrics` of the hub, and the counts that it refreshes before a scrape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes of quotas: what each owner has in use and may use, the changes of operators, and the quota of a request."""
+"""Routes of quotas and usage of owners, and the check of stored bytes when an artifact is committed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every route of the fleet. `hub.routes` has those of the hub, and the application that serves them all.
+"""The table of every route of the fleet: path, who may call it, and the size limit of its body. `hub.routes` has those
+of the hub, and the application that serves them all.
 
 What hosts request all the time stands first, because the router tries the routes in this order.
 """

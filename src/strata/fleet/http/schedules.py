@@ -1,4 +1,4 @@
-"""Routes of schedules: list, pause, resume and remove. A manifest declares them."""
+"""Routes of schedules: list, pause, resume, remove. A manifest declares them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Routes of secrets: set, list and remove. A value leaves the hub in the lease of a job whose trainer names it."""
+"""Routes of secrets of owners and projects: set, list, remove; who may see them; and which values go out in the lease
+of a job.
+"""
 
 from __future__ import annotations
 

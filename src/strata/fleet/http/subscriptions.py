@@ -1,4 +1,4 @@
-"""Routes of subscriptions: add, list, remove and test. A URL goes in and never comes out."""
+"""Routes of subscriptions: add, list, remove and send a test message. A URL goes in and never comes out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks what clients declare, in threads of their own.
+"""Runs checks of manifests in two threads of their own with a deadline of 120 s, ended when the client leaves.
 
 A manifest may take long to check, and the caller chooses what is in it. So a check has a deadline, ends when its client
 leaves, and never takes the threads that logs, pages and chunks are read with.

@@ -1,4 +1,5 @@
-"""Leases for hosts that ask for jobs: who waits, who goes first, and what is reserved for jobs that are too large.
+"""Claims of hosts: long polls of at most 60 s, batches of 64 in one transaction, who goes first, how long fair shares
+are cached, and when reservations are planned (every 2 s).
 
 Many long polls share one transaction at a time.
 """

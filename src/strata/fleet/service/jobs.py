@@ -1,4 +1,6 @@
-"""Jobs of people: manifests and what they change, cancelling, requeueing, archiving, and why a job does not run."""
+"""Actions on jobs: planning and applying manifests, cancel, requeue, archive, waking a server, and collecting what
+`why` needs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Caches which requirement classes each host is eligible for: it changes rarely and every claim needs it.
+"""Caches which requirement classes each host is eligible for (2 s fresh), what a host may claim, and for how long it
+leaves a job to a host that fits better (3 s).
 
 Classes are only ever added, so the hub fetches the new ones. Policies and hosts are read again when this hub changed
 them, and every few seconds besides, because another hub on the same database may have changed them.

@@ -1,4 +1,4 @@
-"""Samples of hosts and of the fleet: kept until the next write, and read for plots."""
+"""Samples of hosts and the fleet in memory until the next write, their roll-up every 60 s, and the points of a plot."""
 
 from __future__ import annotations
 

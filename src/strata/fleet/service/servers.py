@@ -1,4 +1,6 @@
-"""Training servers that run as jobs: where they serve, when they were used, and which of them are to end."""
+"""Training servers that are jobs: where they serve, when they were last used, and which idle or outdated ones are
+chosen to end.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What all parts of one hub's fleet share: its settings, its time, the roster, and the notice of changes."""
+"""What all parts of one hub's fleet share: settings (lease term, wait before a reservation, preemption), clock, roster
+and the notice of changes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Backups of a hub's database, and the fencing of a restored one before a hub serves from it.
+"""Backup and restore of a hub's SQLite database, checks that a backup is whole, and the fencing of a restored one
+(epochs raised by 1,000,000) before a hub serves from it.
 
 A backup has none of the claims after it was taken, and the hosts that made them are still at work. So a restored
 database is fenced: every job's epoch is raised beyond all epochs that may have been granted since, and held jobs are

@@ -1,4 +1,6 @@
-"""Renewals and ends of attempts. A job's row is locked before it is judged: status, epoch and host are the guard."""
+"""SQL of leases: renew, complete, fail, expire, cancel, release and requeue, each guarded by status, epoch and host of
+the locked row.
+"""
 
 from __future__ import annotations
 

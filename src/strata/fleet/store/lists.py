@@ -1,4 +1,4 @@
-"""Lists of jobs: one statement for a filter, with the index that suits it; searches look at the newest jobs first."""
+"""SQL of job lists: filters, order, cursors of pages, and searches that look at the newest 1,000 matches first."""
 
 from __future__ import annotations
 

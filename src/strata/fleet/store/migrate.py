@@ -1,4 +1,5 @@
-"""Migrates a hub's database from SQLite to PostgreSQL or back: copies every row of every component, and compares.
+"""Copies a hub's database from SQLite to PostgreSQL or back, 5,000 rows at a time, and compares every table by
+checksum.
 
 Tables have the same names and columns in both. Two things differ: booleans, and the transaction numbers that PostgreSQL
 has in the event table. No hub may run meanwhile. Leases are copied as they are: hosts go on working and renew them in

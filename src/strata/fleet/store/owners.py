@@ -1,4 +1,4 @@
-"""Owners: their projects, their quotas, and what their jobs use."""
+"""SQL of owners: their projects and quotas, and what their jobs use (jobs, GPU hours, cards)."""
 
 from __future__ import annotations
 

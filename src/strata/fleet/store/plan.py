@@ -1,4 +1,6 @@
-"""Plans: what they are made from (jobs, classes, policies, trainers), and how one is applied in one transaction."""
+"""SQL of applying a plan in one transaction: inserting and changing jobs, dependencies, trainers, policies, and the
+check that the plan is not outdated.
+"""
 
 from __future__ import annotations
 

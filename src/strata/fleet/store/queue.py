@@ -1,4 +1,6 @@
-"""The queue: pending jobs wait in it for a host, and before that for the end of a back-off or for other jobs."""
+"""SQL of the queue: its order (priority, age), entering and leaving it, dependencies that end, and backoffs that are
+over.
+"""
 
 from __future__ import annotations
 

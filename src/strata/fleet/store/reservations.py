@@ -1,4 +1,4 @@
-"""Reservations: a plan is made and applied in one transaction, by one hub at a time."""
+"""SQL of reservations: reads what the planner needs (heads of the queue, held places, gangs), and writes its plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples of hosts, as they were taken (step 0) and as means over a step."""
+"""SQL of samples of hosts: writing, rolling up to means over a step, and reading a span."""
 
 from __future__ import annotations
 

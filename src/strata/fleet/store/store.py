@@ -1,4 +1,6 @@
-"""The stores of the fleet on either database, put together. Only claims and tables differ between the two."""
+"""Puts the stores of the fleet together on either database (`FleetStore`): leases, events and all tables. Only claims
+and tables differ between the two.
+"""
 
 from __future__ import annotations
 

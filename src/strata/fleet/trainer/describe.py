@@ -1,4 +1,5 @@
-"""A trainer's parameters as JSON Schema (Draft 2020-12), from their declaration: argparse, a dataclass, pydantic.
+"""Describes a trainer's parameters as JSON Schema from argparse, a dataclass or pydantic (`--describe`), and words what
+has no schema.
 
 With the schema a misspelt hyper-parameter is found when the manifest is applied, not after an hour in the queue. Only
 the standard library: this module runs in the trainer's own environment.

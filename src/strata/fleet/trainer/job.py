@@ -1,4 +1,5 @@
-"""The job for its trainer: hyper-parameters, output folder, checkpoints; and what the trainer reports of it.
+"""The functions that a trainer calls: `hyper`, `assigned`, `output_folder`, `new_checkpoint`, `resume_from`, `report`,
+`progress`.
 
 Outside of an agent the folders are in the current one, and reports go nowhere.
 

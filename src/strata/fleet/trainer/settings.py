@@ -1,4 +1,4 @@
-"""The variables that the agent sets for a trainer: STRATA_METRICS, STRATA_HYPER, STRATA_OUTPUT, STRATA_CHECKPOINT…
+"""The STRATA_ variables that a trainer reads: STRATA_METRICS, STRATA_HYPER, STRATA_OUTPUT, STRATA_CHECKPOINT ….
 
 The standard library alone: the environment of a job has the packages that its file lists, and not those of the agent.
 """

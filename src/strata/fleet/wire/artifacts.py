@@ -1,4 +1,4 @@
-"""Messages about artifacts: their chunks, commits, lineage and lists."""
+"""Messages about artifacts, with defaults of their queries: chunks, commits, lineage, lists, latest and best, pins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the messages of all resources share: their two bases, bounds and named types."""
+"""The bases of all messages, and the bounds that they share: longest wait (60 s), page size (1,000), lengths of texts
+and reasons.
+"""
 
 from __future__ import annotations
 

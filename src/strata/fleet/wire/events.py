@@ -1,4 +1,4 @@
-"""Messages about the event log of the hub."""
+"""Messages about the event feed: the query with its filters, and an event."""
 
 from __future__ import annotations
 

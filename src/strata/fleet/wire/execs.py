@@ -1,4 +1,4 @@
-"""Messages about commands in running jobs."""
+"""Messages about commands in running jobs: default timeout 60 s, at most 3,600 s."""
 
 from __future__ import annotations
 

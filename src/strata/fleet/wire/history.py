@@ -1,4 +1,4 @@
-"""Messages about how the time of jobs was spent: timelines, interruptions, goodput."""
+"""Messages about timelines, interruptions and goodput of jobs."""
 
 from __future__ import annotations
 

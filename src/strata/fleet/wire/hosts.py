@@ -1,4 +1,4 @@
-"""Messages about hosts: registration, what they have and do, and what an operator does to them."""
+"""Messages about hosts: registration, summaries, room, cards, policy, samples, and plans of operators' actions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages about jobs: what they are, their attempts, lists, submission, cancellation."""
+"""Messages about jobs: a job, its attempts, the filters of lists, submission, cancellation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Messages between an agent and the hub about leases: claim, heartbeat, publication, completion, failure."""
+"""Messages between agent and hub: claims (at most 256), leases, heartbeats (at most 1,024 leases) and verdicts,
+publication, completion, failure.
+"""
 
 from __future__ import annotations
 

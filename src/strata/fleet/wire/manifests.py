@@ -1,4 +1,4 @@
-"""Messages about manifests and what they declare: trainers and schedules."""
+"""Messages about manifests, their plan as people see it, trainers and schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages about the hub as a whole: its health, its status and what a person has to look at."""
+"""Messages about the hub as a whole: health, status counts, and the overview with its attention list."""
 
 from __future__ import annotations
 

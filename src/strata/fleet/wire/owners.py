@@ -1,4 +1,4 @@
-"""Messages about what an owner has on the hub besides jobs: quotas, secrets and subscriptions."""
+"""Messages about quotas, secrets and subscriptions, and the patterns of their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages about training servers that run as jobs."""
+"""Messages about training servers that are jobs: an entry with its state and its figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages about what running jobs write: logs and metrics."""
+"""Messages about logs and metrics of jobs: pieces by offset, queries with their limits, series."""
 
 from __future__ import annotations
 

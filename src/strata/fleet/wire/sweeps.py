@@ -1,4 +1,4 @@
-"""Messages about sweeps and their trials."""
+"""Messages about sweeps: summaries, the best trial, trials, axes."""
 
 from __future__ import annotations
 

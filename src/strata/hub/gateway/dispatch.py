@@ -1,4 +1,5 @@
-"""Brings a request to the training server that it is for: chooses the server, wakes it, and keeps it awake meanwhile.
+"""Chooses the training server of a request by the ids in it, wakes it (a request waits 25 s), records its use (each
+second at most), asks several servers at once (10 s), and words that none is there.
 
 The ids of models, samplers, futures and checkpoints at a server begin with `SESSION.TAG`, so every id says which job
 serves it. A request is not decoded to find one: its body may be a batch of 256 MiB, in protobuf, msgpack or JSON, and

@@ -1,4 +1,5 @@
-"""Sends the requests of the hub's callers to training servers that are jobs, and relays the replies.
+"""Forwards requests to training servers: connections (512), timeouts (connect 5 s, reply 180 s), body limits, passed
+headers, the tenant's headers, and limits of completions.
 
 A server trusts the hub by the key of its attempt, and takes the tenant from the hub. The caller's own credentials never
 reach it. Nothing here chooses a server: `servers` does.

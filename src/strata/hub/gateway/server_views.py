@@ -1,4 +1,5 @@
-"""`/v1/servers`: the training servers that are jobs, and what each of them tells of its work, for people who look.
+"""Routes `/v1/servers`: lists and status of training servers for people, who sees which tenants, rollouts, curves, and
+the playground's completions.
 
 Looking wakes no server and keeps none awake. An operator sees all tenants of a server; everybody else sees its own work
 there, and that of others in the sum.

@@ -1,4 +1,5 @@
-"""`/api/v1`: the training servers that are jobs of this fleet, behind the one URL and the keys of the hub.
+"""Routes `/api/v1` of the hub: sessions over several training servers, capabilities, lists merged from all,
+completions, and which requests wake a server.
 
 The hub opens a session for a client, and a session of its own with each server that the client uses. The id of the
 latter is `SESSION.TAG`, and the ids of models, samplers, futures and checkpoints at a server begin with it: so every id

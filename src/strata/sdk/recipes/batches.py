@@ -1,5 +1,6 @@
-"""Chooses the examples of a step and those that are held out, and how large the step is. All of it follows from seed
-and step alone, so that a run that is resumed does what it would have done."""
+"""Chooses the examples of each step and the held-out ones by seed, and computes total steps, the interval of saves (10
+in a run) and the learning rate.
+"""
 
 from __future__ import annotations
 

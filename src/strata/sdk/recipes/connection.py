@@ -1,4 +1,4 @@
-"""The two clients that a run has of one server: for operations, and for checkpoints and other files."""
+"""The two clients of a run: for operations (reply timeout 600 s), and for checkpoints and files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Distillation. On policy, the student draws answers and the teacher judges each token: the advantage is how much
-likelier the teacher finds it, whose mean is minus an estimate of KL(student ‖ teacher). Off policy, the student learns
-the teacher's answers."""
+"""Recipe `distill`, on and off policy: advantages from the teacher's log probabilities, evaluation."""
 
 from __future__ import annotations
 

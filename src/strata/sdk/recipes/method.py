@@ -1,4 +1,4 @@
-"""What the loop needs of a kind of training. Each kind has a module that implements it."""
+"""The port of a kind of training: batch, step, evaluate, names of its curve and of the judged metric."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Direct preference optimisation (Rafailov et al., 2023), by the server's cross entropy alone.
+"""Recipe `dpo` (direct preference optimisation): loss, weights of pairs, margins, metrics.
 
 With m the margin by which the chosen answer gained more than the rejected one since training began, the loss of a pair
 is -log sigmoid(beta·m). Its gradient reaches the model through the log probabilities of the answers' tokens alone: it

@@ -1,4 +1,4 @@
-"""Turns a recipe into what the loop needs: data as tokens, and the method of its kind."""
+"""Turns a recipe into tokens and a method: reads rows, leaves out too long ones, picks the method of its kind."""
 
 from __future__ import annotations
 

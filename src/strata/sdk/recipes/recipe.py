@@ -1,4 +1,6 @@
-"""A recipe as a person writes it, in TOML or YAML: sections, defaults, and every problem with its place."""
+"""The sections and defaults of a recipe (model, data, training, evaluation, output, server, preference, sampling,
+reinforcement), which kinds have which, and the wording of problems.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Group relative policy optimisation: answers in groups, a reward for each, an advantage over the group's mean."""
+"""Recipe `grpo`: groups of answers, advantages over the group's mean, KL to the reference, substeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns rows into tokens, by the chat template and the tokenizer of the model, and says which tokens are learned."""
+"""Renders rows to tokens by the chat template, decides which tokens are learned, and words missing columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards of answers: built-in checks, and a function in a file of the user's own."""
+"""Rewards of answers: built-in checks (exact match, last number, pattern), and a user's function."""
 
 from __future__ import annotations
 

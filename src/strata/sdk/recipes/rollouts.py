@@ -1,4 +1,4 @@
-"""Answers that a sampler draws to prompts, and the datums that learn from them with an advantage for each token."""
+"""Draws answers to prompts in groups, and makes datums of them with an advantage for each token."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Rows of data, from JSONL, JSON, Parquet and Arrow files: local ones, those of an object store, and of datasets on the
-Hugging Face Hub or saved by `datasets`."""
+"""Reads rows from JSONL, JSON, Parquet and Arrow files, local, `s3://` or `hf://`: formats, splits, choice of files,
+errors.
+"""
 
 from __future__ import annotations
 

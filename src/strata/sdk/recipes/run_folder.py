@@ -1,4 +1,5 @@
-"""The folder of a run: how far it is, its metrics, and the lock that keeps a second process out.
+"""The folder of a run: names of its files, `run.json`, metrics, lock, and the refusals of another recipe or a second
+process.
 
 `run.json` is written before anything else is made, and replaced after each saved state, so it always names a state that
 the server has. `metrics.jsonl` may be ahead of it: a run that is resumed cuts it back and computes the steps after that

@@ -1,4 +1,4 @@
-"""The loop of a recipe: steps, evaluations, saved states, early stop, export; and how a run goes on where it was.
+"""The loop of a recipe: steps sent ahead (2), evaluation, early stop, saved states, resumption, export.
 
 After each saved state the record of the run names it. A run that was killed loads that state, with the optimizer, and
 computes the steps after it again. Everything that a step does follows from the recipe, the data and the step's number,

@@ -1,4 +1,5 @@
-"""The mirror: reads points from a source, hands them to a tracker, and records how far it is.
+"""The mirror to experiment trackers: settings `[mirror]` (every 2 s), names of trackers, at most 32 open runs, and its
+record.
 
 The record is written after the tracker has the points. A mirror that is killed in between finds a tracker that is ahead
 of its record, and each adapter makes that good (`port`): no point is doubled, and none is left out.

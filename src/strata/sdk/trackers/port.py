@@ -1,4 +1,4 @@
-"""What a tracker has to do, and the values that it gets. Another tracker is another adapter of this port.
+"""The port of a tracker: what an adapter has to do, and the values (runs, points) that it gets.
 
 The numbers of a run's points grow. An adapter tells which points it has when it opens a run, so that a mirror that was
 killed goes on without a doubled or a missing point.

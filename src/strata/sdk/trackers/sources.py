@@ -1,4 +1,6 @@
-"""Where points come from: the jobs of a hub, and the models of a training server, both through their public API."""
+"""Reads points for trackers from jobs of a hub or models of a training server, at most 1,000 at a time; names and
+groups of runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorBoard: a folder of event files for each run, written by tensorboardX.
+"""Adapter for TensorBoard: event files of a run, their names, and cutting off what was not recorded.
 
 A mark is the name and size of the file that is written: what stands behind it when a run is opened again was logged,
 but not recorded by the mirror, and is cut off. A resumed attempt begins a new file whose first record makes readers

@@ -1,4 +1,4 @@
-"""Weights & Biases: a run for each job or model, online or as files that `wandb sync` uploads later.
+"""Adapter for Weights & Biases: project, run ids (64 characters), steps, offline runs.
 
 The number of a point is W&B's own step, which only grows, and the trainer's step is the metric `step`: so W&B itself
 drops a point that it has, and the curves of a resumed attempt may go back.

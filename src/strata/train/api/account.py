@@ -1,4 +1,4 @@
-"""Routes of the caller's own account: the key of the request, and what its tenant used and stores."""
+"""Routes of the caller's own account: its key, revoking it, usage by the hour, stored bytes."""
 
 from __future__ import annotations
 

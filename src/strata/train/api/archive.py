@@ -1,4 +1,5 @@
-"""Export and import of weights: checkpoints as tar archives by signed URLs, and PEFT adapters as new checkpoints.
+"""Routes that export and import weights: signed download URLs (valid for 900 s), tar archives of checkpoints, and
+upload of PEFT adapters.
 
 A client that has a signed URL can fetch a checkpoint without a key until the grant in it expires.
 """

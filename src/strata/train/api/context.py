@@ -1,4 +1,5 @@
-"""What the handlers of the API server work with: orchestrator, payloads, keys, request metrics, and one request.
+"""What the handlers of the API server share: the orchestrator with its reply timeout (10 s), payloads, keys, the
+caller's tenant, and the API server's Prometheus metrics (`ApiMetrics`).
 
 Nothing here remembers a client: any API server can take any request.
 """

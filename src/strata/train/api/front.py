@@ -1,4 +1,5 @@
-"""A hub in front of this server: it has authenticated the caller, and names the tenant in headers.
+"""Trusts the hub in front of this server: the header names (`x-strata-tenant` …), the front key, and what a caller
+behind a hub may do.
 
 The headers count only with the front key, which the agent of the fleet hands to both for one attempt. Whoever has that
 key can be every tenant, and no operator.

@@ -1,4 +1,5 @@
-"""Operations and their futures: a route submits an operation, and the client polls for its result until it is there.
+"""Routes that submit an operation and that poll, retrieve or cancel its future; in which format a result is sent, and
+what a client gets while it waits.
 
 If the content of such a request cannot be read, it becomes an operation that fails in its turn: clients count on after
 a refusal, and every operation after it would wait for ever.

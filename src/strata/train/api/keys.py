@@ -1,4 +1,4 @@
-"""Routes that make, list and revoke API keys, and the operator token.
+"""Routes that make, list and revoke API keys, and the file of the operator token.
 
 The routes have the paths of a hub: `strata keys` works with either. `strata.identity.authenticate` verifies keys.
 """

@@ -1,4 +1,4 @@
-"""Routes of the `tinker` SDK that this server refuses, each with its reason: 501, so that no client retries."""
+"""The routes of the `tinker` SDK that this server refuses with 501, each with its reason and hint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Samplers for requests that name a model and no sampler: opened at the first request, used by those after it.
+"""Keeps samplers for requests that name a model and no sampler (OpenAI-compatible ones): at most 256 of a tenant,
+opened at first use and again when they are lost.
 
 A cache and no state. Another API server, or this one after a restart, opens samplers of its own; sessions that nobody
 uses any more expire like those of any client.

@@ -1,4 +1,5 @@
-"""Routes of sampling: samplers, samples drawn from them, and the inference engines that sample beside the ranks.
+"""Routes of sampling: open samplers, draw samples, check that a prompt fits, and add, remove and list inference
+engines.
 
 Engines are for operators: an engine serves the weights it gets to all its clients.
 """

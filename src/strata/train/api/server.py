@@ -1,4 +1,6 @@
-"""The API server as a process: listeners, the link to the orchestrator, and a graceful shutdown."""
+"""The API server as a process: listeners, at most 4,096 connections, 3 s to drain, publication of its address to the
+agent, cleaning of uploads.
+"""
 
 from __future__ import annotations
 

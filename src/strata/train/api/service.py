@@ -1,4 +1,6 @@
-"""Routes of the server itself: client configuration, capabilities, health, status, metrics, traces, sleep."""
+"""Routes of the server itself: client configuration, capabilities, health, status, throughput, curves, rollouts,
+metrics, traces, sleep and wake.
+"""
 
 from __future__ import annotations
 

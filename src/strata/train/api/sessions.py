@@ -1,4 +1,4 @@
-"""Routes of sessions: one for each client program, with heartbeats and the models it made."""
+"""Routes of sessions: create, heartbeat, finish, kill, list, search, and the models of one."""
 
 from __future__ import annotations
 

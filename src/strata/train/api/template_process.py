@@ -1,4 +1,5 @@
-"""Renders chat templates in a process of its own: `python -m strata.train.api.template_process`.
+"""Renders chat templates in a process with limits of memory (512 MiB), CPU time (5 s) and waiting (30 s); and what such
+a template sees.
 
 A template is code of whoever published the model. jinja2's sandbox keeps it from the machine, and bounds neither its
 time nor its memory; the limits of a process do. The process that serves requests only waits, and without a thread.

@@ -1,4 +1,5 @@
-"""The tokenizer of the base model in the API server: chats and texts to tokens, and sampled tokens to text.
+"""Chats and texts to tokens and back: which chat template is used, parsing of tool calls, stop strings at the end of a
+stream, decoding of parts of characters.
 
 Chat templates are those of the model's own files; a request brings data for them and never a template. A process with
 limits renders them (`template_process`).

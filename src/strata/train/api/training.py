@@ -1,4 +1,6 @@
-"""Routes of training: each handler returns an operation of the core; the client gets a future once it is durable."""
+"""Routes of training: create and unload models, forward, forward_backward, optim_step, custom losses, abort of
+gradients.
+"""
 
 from __future__ import annotations
 

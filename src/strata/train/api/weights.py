@@ -1,4 +1,4 @@
-"""Routes of checkpoints: save, load, list, delete, expire; and of models as training runs."""
+"""Routes of checkpoints and training runs: save, load, copy, list, delete, TTL, publish, run metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A checkpoint as one tar file: the same checkpoint gives the same bytes, and nothing leaves that was not checked.
+"""A checkpoint as one tar file: which members it has (at most 16), in which order, and what is refused in an uploaded
+one.
 
 What comes in is read without being unpacked anywhere: names are compared, never used as paths, and only plain files are
 taken.

@@ -1,4 +1,5 @@
-"""Checkpoints on disk: folders that are replaced atomically, with a manifest of digests that every reader verifies.
+"""A checkpoint on disk: its folder, manifest and format number, digests, atomic writes, checks of safetensors headers,
+and the wording of damage.
 
 A writer fills a temporary folder, fsyncs each file and the folder, writes the manifest last, and then renames the
 folder, or exchanges it with the one that has the name. A reader gets a complete checkpoint or an error. A checkpoint

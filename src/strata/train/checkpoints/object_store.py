@@ -1,4 +1,4 @@
-"""Checkpoints in object storage that speaks S3: `PREFIX/RUN/KIND/NAME@SEQ/FILE`, the manifest last.
+"""Checkpoints in S3 under `PREFIX/RUN/KIND/NAME@SEQ/FILE`: upload with the manifest last, verified fetch, deletion.
 
 A checkpoint exists when its manifest does. So an upload or a deletion that is under way, or that a crash interrupted,
 leaves no partial checkpoint, only files that no manifest names. What is fetched is verified on the way to the disk.

@@ -1,4 +1,6 @@
-"""Admission control: quotas keep one tenant from filling the queues and the memory that others need."""
+"""Admission: rejects operations, samples, models, sessions and imports beyond the queue's length or a tenant's quota,
+with the wording of these errors. The limits come from the settings.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Apply a fact to the state: the only writer of what facts build. A fact that was journaled once always applies."""
+"""Applies a fact to the state of the training server: the only writer of what facts build, for every kind of fact."""
 
 from __future__ import annotations
 

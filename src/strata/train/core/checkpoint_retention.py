@@ -1,4 +1,5 @@
-"""Retention of checkpoints: until their TTL is over, their owner deletes them, or newer ones supersede them.
+"""Checkpoints after their save: TTL, surplus ones that newer supersede, deletion, publication, import, which ones are
+in use, and the check of their names.
 
 Deletions are decided here, as facts. The files follow by garbage collection: whatever no fact and no replay refers to
 is removed, so that a process may die at any moment between a fact and the last file.

@@ -1,4 +1,5 @@
-"""The commands of clients, as the link carries them and the machine decides them, and what it responds.
+"""The commands of clients as types (submit, abort, open and finish a session, checkpoints, endpoints), with their
+defaults, and what each is responded with.
 
 `inputs.ClientCommand` adds whose they are and when they came. Queries, which only read, are in `status`.
 """

@@ -1,4 +1,6 @@
-"""Losses of clients as the server keeps them: created once in a session, within the quota of their tenant."""
+"""Losses that clients create in a session: the quota of bytes of a tenant, and their lookup. Their format is checked in
+`loss_graph`.
+"""
 
 from __future__ import annotations
 

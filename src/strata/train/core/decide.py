@@ -1,4 +1,5 @@
-"""`decide`: every decision of the orchestrator, from the state and an input alone.
+"""`decide`: every decision of the orchestrator, from the state and an input alone; sessions, acceptance of models and
+operations, completed and failed dispatches, expiry, abort, and their rejections.
 
 A rejection is an error and leaves nothing behind. Only requests without a sequence number are rejected: an operation
 that has one is accepted even if it cannot work, and fails in its turn, because its client continues to count.

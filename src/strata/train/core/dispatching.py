@@ -1,4 +1,6 @@
-"""The next dispatch: the choice of the scheduler, checked against what has changed since acceptance."""
+"""Makes the next dispatch from what the scheduler chose, or fails an operation whose model, checkpoint or sampler has
+changed since its acceptance.
+"""
 
 from __future__ import annotations
 

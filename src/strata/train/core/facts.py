@@ -1,4 +1,5 @@
-"""The facts of the journal: everything that the state is rebuilt from after a restart, and nothing else.
+"""The facts of the training server's journal as types, with their stored tags and fields, and the tags that are no
+longer used.
 
 The name of a class is its tag; tags and field names are stored.
 """

@@ -1,4 +1,6 @@
-"""Futures: the status and result of each operation, from its acceptance until its result expires."""
+"""Futures: the table of statuses of an operation, the store of all with its index by tenant, and when results expire
+(time and number). Errors about unknown futures are in `lookup`.
+"""
 
 from __future__ import annotations
 

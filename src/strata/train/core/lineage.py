@@ -1,4 +1,5 @@
-"""Where the weights of a model come from: the checkpoint that they began with, and what was trained since.
+"""Counts what the weights of a model come from: the checkpoint that they began with, and the steps, passes, datums and
+tokens trained since.
 
 Counted from the results that the journal has anyway. A pass counts with the optimizer step that used its gradients:
 what no step used is not in the weights.

@@ -1,4 +1,6 @@
-"""Lookups of what a client names: what belongs to another tenant does not exist for it."""
+"""Finds what a client names (future, session, model, sampler, checkpoint) and words the errors when it does not exist,
+has expired, or belongs to another tenant.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The orchestrator as a machine on a journal: its core bound to the encoding of facts and snapshots."""
+"""Binds the core of the orchestrator to a journal: encoding of facts and of snapshots of the state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Options of models, and their defaults: LoRA adapters, optimizers, the schedule of the learning rate, losses.
+"""Options of models and their defaults: LoRA (rank 32), AdamW and Muon (learning rate, betas), schedules of the
+learning rate, names of losses.
 
 Clients set them, the recipes of the SDK too; field names are stored in the journal and keep their spelling.
 """

@@ -1,4 +1,5 @@
-"""Operations of clients and their results: declared once, carried unchanged from HTTP to the ranks.
+"""Operations of clients and their results as types: datums, passes, steps, saves, loads, samplers; with the limits of
+datums, inputs, names and groups, and from which size on a payload is a file (64 KiB).
 
 Every message is frozen and rejects unknown fields, so that two versions that disagree fail at the boundary and not in a
 gradient. Tensors travel as bytes with a type and a shape: nothing between the client and the ranks parses or unpickles

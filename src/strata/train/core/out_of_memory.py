@@ -1,4 +1,5 @@
-"""Handles a pass that does not fit into the memory of the ranks.
+"""Chooses the operation that fails when a row did not fit into the ranks' memory, learns the limit of tokens in a row,
+and words the out-of-memory error.
 
 One operation fails, the one with most tokens of the row that did not fit. The others of its dispatch run without it:
 `without_operations` is the composition that is left, the same live and in a replay.

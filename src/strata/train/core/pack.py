@@ -1,4 +1,5 @@
-"""Packing of datums into rows: as few and as equal as possible, the same number on every rank; and unpacking.
+"""Packs datums into rows of a token limit, as few and as equal as possible and the same number on every rank, unpacks
+them, and words the errors of too long datums.
 
 The ranks of a sharded model run collectives in every layer of every row, so the n-th row of all ranks takes as long as
 the longest of them: rows of similar length run in the same round.

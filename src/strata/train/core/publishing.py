@@ -1,4 +1,5 @@
-"""Publishing weights to inference endpoints, and routing samples to them instead of the ranks.
+"""Publishing weights to inference endpoints and routing samples to them: names of versions, at most 64 endpoints, and
+the choice of an engine by shared prefix and load.
 
 A version is named after its model and the sequence number at which it was saved. So a name never means two versions, a
 push is idempotent, and a sample that names its version never runs on older weights.

@@ -1,4 +1,5 @@
-"""Replay: which group of ranks may be used, which dispatches it skips, and whether its outcome diverges.
+"""Decides which group of ranks may be used, which dispatches a replay skips, and whether its outcome diverges; words
+the remedy.
 
 A group becomes the server's own (`TrainState.group`) when its replay is finished. Before that its models may have
 diverged from those of the group before it without any report, so a session never resumes with it.

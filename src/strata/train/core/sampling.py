@@ -1,4 +1,5 @@
-"""Sampling: the requests of clients, their results, and the time slices in which the ranks sample.
+"""Samples as types: sampling parameters and their defaults (temperature, top-k, top-p, stops), results with log
+probabilities, slices; and the largest result (64 MiB).
 
 The ranks keep running sequences and their KV cache between two slices. A `SamplingSlice` adds new requests, removes
 cancelled ones, and lets the ranks decode so many tokens; its reply has the samples that ended. So training runs between

@@ -1,4 +1,5 @@
-"""Sampling slices: sampling is time-sliced with training. Which samples run next, and which samplers are evicted.
+"""Decides on samplers and sampling: acceptance of samplers and samples, which samples the next time slice takes (fair
+by tenant), what its end does, and which sampler is evicted. Types are in `sampling`, numbers in `state.Rules`.
 
 One sampling slice is in flight at a time, and slices alternate with training dispatches. A slice changes no model, so
 it is never replayed: the running samples of a lost group start again on the next one.

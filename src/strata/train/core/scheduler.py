@@ -1,4 +1,5 @@
-"""The scheduler: operations of a model in sequence, tenants by deficit round-robin, operations of a tenant by age.
+"""The scheduler: operations of a model in sequence, tenants by deficit round-robin (quantum, deficit, debt), which
+operations share a dispatch, and the forecast of queue positions.
 
 Deficit round-robin (DRR): the turn of a tenant adds a quantum of tokens to its deficit counter, and an operation is
 charged to the counter of its tenant. So a tenant with large batches and one with small batches get the same share, no

@@ -1,4 +1,6 @@
-"""Sequence numbers of one model's operations: counted by the client from 1, they may arrive out of order and twice."""
+"""Sequence numbers of a model's operations: counted from 1, accepted out of order, recognised when repeated; and the
+errors of wrong numbers.
+"""
 
 from __future__ import annotations
 

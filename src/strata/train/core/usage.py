@@ -1,4 +1,6 @@
-"""What tenants used, by the hour: counted from the facts of ended operations, so that a replay counts nothing twice."""
+"""Counts what tenants used by the hour (training, prefill, sampling, checkpoints), kept for 15 days and at most 100,000
+rows.
+"""
 
 from __future__ import annotations
 

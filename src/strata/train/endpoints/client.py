@@ -1,4 +1,5 @@
-"""HTTP client of one inference engine: one fixed address, no redirects, proxies or compression, bounded time and size.
+"""HTTP client of one inference engine: timeouts, at most 64 MiB in a reply, no redirects, and the wording of engine
+errors (excerpts of 300 characters).
 
 An engine is another program, perhaps on another machine, and may reply anything. Its text is truncated and sanitised
 before it gets into a message.

@@ -1,4 +1,4 @@
-"""The port of an inference engine: it loads weights under a version name, unloads them, and lists what it has."""
+"""The port of an inference engine: load, unload and list versions of weights, sample; and which versions are stale."""
 
 from __future__ import annotations
 

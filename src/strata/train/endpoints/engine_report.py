@@ -1,4 +1,4 @@
-"""What the launcher reports of an engine that it supervises, in a file that the orchestrator reads for its status."""
+"""The file in which the launcher reports the condition of a supervised engine, and how the orchestrator reads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Allow-list of engine origins, and resolution of their addresses: the defence against server-side request forgery.
+"""Checks engine URLs against the allow-list and refuses private or unexpected addresses (server-side request forgery);
+lookup timeout 5 s.
 
 A URL comes from a request, and a client that can make the server connect anywhere could read what only the server can
 reach. So scheme, host and port must be spelled exactly as in the settings, the name is resolved once, every address it

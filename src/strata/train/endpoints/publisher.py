@@ -1,4 +1,5 @@
-"""Publisher: pushes weights to inference endpoints and routes samples to them, in background tasks.
+"""Pushes weights to engines and routes samples to them in background tasks: timeouts, retries (every 5 s, 5 failures),
+when an engine is suspect, and when a sample goes back to the ranks.
 
 Every task has a timeout. The orchestrator decides and dispatches without ever waiting for an engine, and the outcome of
 a task is one more input. After a crash the next leader repeats the tasks: pushing the same version again is idempotent,

@@ -1,4 +1,5 @@
-"""Engine `transformers serve`, which identifies a model by its folder.
+"""Adapter for the engine `transformers serve`: a version is a folder of links; loads, lists, and refuses what it cannot
+do.
 
 It loads any folder that a request names, and unloads it after an idle timeout; it has no API for an adapter on a base,
 and none to unload one model. So a version is a folder of its own, of symbolic links: a full model, or the base with the

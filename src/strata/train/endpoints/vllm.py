@@ -1,4 +1,5 @@
-"""Engine vLLM (its OpenAI server). Adapters are loaded under a name each; a full model replaces the base's weights.
+"""Adapter for the engine vLLM: loading LoRA adapters and full weights, completions with log probabilities, streams,
+detection of a restarted engine.
 
 Adapters need `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` and `--enable-lora`, full models `VLLM_SERVER_DEV_MODE=1`.
 

@@ -1,4 +1,5 @@
-"""Supervisor of one inference engine: starts vLLM beside the ranks, watches its health, restarts it when it hangs.
+"""Starts vLLM beside the ranks (its command line, socket and key), probes its health (every 2 s), and restarts it when
+it hangs.
 
 The engine listens on a Unix socket in the folder of the server's sockets, which only the server's user can open. So no
 port is taken, and the requests of vLLM that need no key are for that user alone. Its key is in the environment of the

@@ -1,4 +1,5 @@
-"""`Launcher`: starts ranks, engines, orchestrator and API servers, and stops them in another order: API servers first.
+"""`Launcher`: starts ranks, engines, orchestrator and API servers with their command lines, waits until they are ready,
+and stops them; with its start and stop timeouts.
 
 Each process reports that it is ready: rank 0 by its reply to the orchestrator, the others through a pipe. A process
 that dies is restarted alone. An API server and an orchestrator keep no state that is lost with them, and the ranks do

@@ -1,4 +1,4 @@
-"""Preflight check of model and memory: a server that cannot hold its model says so in one line before it starts.
+"""Checks before a server starts that model, mesh, features and memory fit, and words each problem with its remedy.
 
 The headers of the weight files give the shapes of all parameters; the memory that they need follows from the settings,
 by the arithmetic of `strata plan` (`plan/memory_plan.py`). Activations are not known without a trace, so this rejects

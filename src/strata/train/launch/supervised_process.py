@@ -1,4 +1,6 @@
-"""Supervisor of one process: starts it, reads its events, restarts it with backoff when it dies, and stops it."""
+"""Supervises one process of a server: restart with backoff (0.1 to 10 s, none after 30 s of running), two failed starts
+at most, events on its pipe, the last lines of its log as the error, and stop.
+"""
 
 from __future__ import annotations
 

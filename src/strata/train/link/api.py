@@ -1,4 +1,5 @@
-"""The link between API server and orchestrator: requests one way, replies the other.
+"""ZMQ sockets between API server and orchestrator: requests one way, replies the other, the handshake after restarts,
+and errors while the orchestrator is behind or away.
 
 An API server listens on a ROUTER (requests) and a PULL (replies); the orchestrator connects a DEALER and a PUSH to each
 API server. A DEALER is named after the orchestrator's generation and probes every connection it makes: that is its

@@ -1,4 +1,4 @@
-"""CURVE keys of the links over TCP: a listener proves its identity, and accepts only the one client key.
+"""CURVE keys of the links over TCP: making, reading and checking them; a listener accepts one client key.
 
 The keys lie in a file of the owner alone and are never in an argument, a log or an environment.
 """

@@ -1,4 +1,4 @@
-"""The messages between an API server and the orchestrator: a request, which is a command or a query, and its outputs.
+"""The envelope of messages between API server and orchestrator: request id, tenant, body, output.
 
 An API server keeps no state: every response carries the id of its request. `request_id` is the API server's and lives
 as long as the request; `future_id` is the orchestrator's and lives as long as the future.

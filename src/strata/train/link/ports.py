@@ -1,4 +1,4 @@
-"""The orchestrator's links to API servers and rank 0 as ports: over ZMQ, or over the network of a simulation."""
+"""The orchestrator's links as ports (protocols), and their adapter over ZMQ; a simulation has another."""
 
 from __future__ import annotations
 

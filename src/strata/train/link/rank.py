@@ -1,4 +1,5 @@
-"""The link between orchestrator and rank 0: a PAIR socket, a new one for every connection.
+"""ZMQ sockets between orchestrator and rank 0: a new PAIR for every connection, connect requests, and messages of at
+most 2 GiB.
 
 Rank 0 has a listener (ROUTER). An orchestrator sends it a connect request, gets the endpoint of a new PAIR, and
 connects to that once. A PAIR that is connected to a second time before it has noticed the end of the first connection

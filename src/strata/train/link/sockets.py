@@ -1,4 +1,6 @@
-"""What all sockets of the links share: limits, keys, addresses, and the decoding of messages."""
+"""Options of all ZMQ sockets of the links: queue length (1,000), request size (16 MiB), keys, addresses in files, and
+decoding that drops what is malformed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`RemoteBackend`: the orchestrator's end of the link to rank 0, over any number of connections and groups."""
+"""`RemoteBackend`: the orchestrator's connections to rank 0, with the handshake (2 s) and the errors while ranks are
+away.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The orchestrator's metrics: Prometheus series, and the telemetry that status reports are made of.
+"""The orchestrator's Prometheus metrics (names, help texts, buckets), and the telemetry of status reports: how many
+timelines (1,000) and traces (10,000) are kept.
 
 Both live as long as the process. Nothing is decided by them, and nothing of them is journaled.
 """

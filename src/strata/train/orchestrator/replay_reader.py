@@ -1,4 +1,4 @@
-"""Completed dispatches read back from the journal: what a new group of ranks has to replay."""
+"""Reads completed dispatches back from the journal, in order, for a group of ranks that has to replay them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`RequestHandler`: carries out the commands of API servers and answers their queries.
+"""`RequestHandler`: executes the commands of API servers (addresses resolved, files moved), and dispatches their
+queries; which errors are transient.
 
 A command goes to the state machine as it came. A few need I/O around the decision: an address is resolved, files are
 put in place or removed. A query has a function by its type: here what the handler's own parts answer and what only

@@ -1,4 +1,6 @@
-"""`RequestProcessor`: builds the work of the ranks from a dispatch: payloads are read, rows fitted to the ranks."""
+"""`RequestProcessor`: builds the work of the ranks from a dispatch: reads payloads and checkpoints (retried every
+second), and fits rows to the ranks.
+"""
 
 from __future__ import annotations
 

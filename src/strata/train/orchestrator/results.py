@@ -1,4 +1,5 @@
-"""Answers queries that wait: for the result of an operation, the tokens of a sample, the next sample that ends.
+"""Answers queries that wait (at most 120 s): the result of an operation, the tokens of a running sample, the next
+samples that end.
 
 A result is sent when it is durable, except one that rank 0 keeps until then.
 """

@@ -1,4 +1,5 @@
-"""`RolloutRecorder`: sees what samplers draw and what passes compute, compares the two, and keeps what clients chose.
+"""`RolloutRecorder`: compares what samplers drew with what passes computed, in a thread with a queue of 256, and keeps
+the rollouts that clients chose.
 
 It works beside the requests of clients, in a thread: no result waits for it. If it falls behind, it skips.
 """

@@ -1,4 +1,5 @@
-"""The log-probability gap between sampler and trainer, measured where it is numerical and nothing else.
+"""Measures the log-probability gap between sampler and trainer: which tokens are comparable, how many are recorded (4
+Mi), and when the alarm (`alarm_nats`) is raised.
 
 A difference is legitimate after an optimizer step, at another temperature, and where the tokens came from elsewhere. So
 a token is compared only if all of these hold:

@@ -1,4 +1,6 @@
-"""The orchestrator's state on its journal: decide an input, make its facts durable, wake the requests that wait."""
+"""The orchestrator's state on its journal: decides an input, makes its facts durable, wakes waiting requests, and
+bounds results in one append (32 MiB).
+"""
 
 from __future__ import annotations
 

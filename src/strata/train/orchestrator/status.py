@@ -1,4 +1,4 @@
-"""Status reports: how the server, its ranks and its operations are doing."""
+"""Answers status queries: server, health (ranks are probed for 5 s), timelines, throughput, usage, activity, curves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Import of adapters that PEFT saved elsewhere: whether they can be trained here, judged by their files alone.
+"""Checks a PEFT adapter that was made elsewhere: which options of its config are supported, ignored or refused, shapes
+against the base, fused experts; with the wording of refusals.
 
 A feature of PEFT that the ranks do not have is rejected, not ignored: the adapter would compute something else. An
 adapter need not have all layers of a kind; the ranks initialise the others as in a new model when they load it. Nothing

@@ -1,4 +1,6 @@
-"""Names: which layers of a model can have a LoRA adapter, PEFT's names for them, and the names of its files."""
+"""Which layers can have a LoRA adapter (attention, MLP, unembedding), their names in PEFT, and the names of
+its files.
+"""
 
 from __future__ import annotations
 

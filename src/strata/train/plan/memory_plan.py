@@ -1,4 +1,5 @@
-"""Memory of a device, and traffic between devices, that training a model takes: the arithmetic from sizes to a plan.
+"""The arithmetic of `strata plan`: memory of a device for weights, gradients, moments, activations and KV cache,
+margins, traffic of collectives, and the smallest mesh that fits.
 
 `strata plan` fills in the sizes by a trace of the model, `strata serve` and `strata models check` from the headers of
 its files. All of them compare the same sums with the memory that there is.

@@ -1,4 +1,5 @@
-"""What a training server would make of a model, from its files' heads alone: no weights are loaded, and no torch.
+"""Checks for `strata models check` what a server would make of a model: support of its family (`families.json`), LoRA
+targets, and the memory that it needs.
 
 Whether a family is supported is what the tests of this version found for each of them; `docs/families.md` has the same
 table. The start-up check of a server has the last word, with the real weights.

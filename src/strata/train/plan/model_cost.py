@@ -1,4 +1,5 @@
-"""The memory that a server's settings and the headers of its model's files ask for, without a trace of a pass.
+"""Estimates the memory that a server's settings need from the headers of its model's files: which weights are split,
+and what adapters and quantisation take.
 
 The sizes of all weights are known; activations are not, so the estimate is the least that a server needs.
 """

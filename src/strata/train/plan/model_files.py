@@ -1,4 +1,4 @@
-"""What the headers of a model's files say: the shapes of its weights, and its configuration. No weights are loaded."""
+"""Reads the headers of safetensors files and `config.json`: shapes of the weights, without loading them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised bases: which layers are quantised, and how large they are then."""
+"""Sizes of quantised layers (`nf4` in blocks of 64, `int8`), and which layers can be quantised."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The rank group: joining it, broadcast, scatter, gather, all-reduce, and errors that all ranks raise together; groups
-that share flat tensors; and an exchange of rows within a group, which has a gradient.
+"""The rank group over torch.distributed: joining it, broadcast, scatter, gather, all-reduce, errors that all ranks
+raise together, groups that share flat tensors, and an exchange of rows with a gradient.
 
 torch.distributed finds a rank and its peers in the environment that torchrun sets. Only tensors of bytes and numbers
 travel. Nothing here pickles, unlike torch's object collectives.

@@ -1,4 +1,5 @@
-"""The experts of a mixture: all tokens of a row through their experts in two grouped matrix multiplications.
+"""Computes the experts of a mixture in grouped matrix multiplications, with their adapters: routing of tokens, order,
+alignment.
 
 transformers has the experts of a layer as one module with one fused weight, and computes them in a loop. Here the pairs
 of a token and one of its experts are sorted by expert, so that a grouped matrix multiplication computes all experts at

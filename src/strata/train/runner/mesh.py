@@ -1,4 +1,5 @@
-"""The mesh of the ranks, made once for a model: what this rank has of the model, and with which ranks it computes.
+"""Builds the mesh of the ranks for a model: data, tensor, context, expert and pipeline groups of this rank, and who
+holds which adapters.
 
 A model that nothing divides is no special case for others: its only stage is the first and the last, and this rank
 alone is its tensor, expert and context group.

@@ -1,4 +1,5 @@
-"""ModelRunner: executes commands on a rank. All ranks get the same commands in the same order.
+"""`ModelRunner`: executes the commands on a rank (create and unload models, passes, steps, save, load, samplers,
+snapshots, sleep), with the checks and errors of each.
 
 An error that the request causes (its shape, a name, a file) is raised before the first collective, and on all ranks
 together (`RankGroup.collective_errors`). A failure during the arithmetic, when other ranks may already wait in a

@@ -1,4 +1,6 @@
-"""The settings of a rank: those of the server that it needs, in one value that tests can make without a file."""
+"""The settings of a rank, taken from those of the server: dtype, slots, row length, limits of the sampler, memory for
+logits (256 MiB).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`python -m strata.train.runner.single_node --settings FILE`: all ranks of one machine, listening nowhere.
+"""`python -m strata.train.runner.single_node --settings FILE`: forks all ranks of one machine without torchrun, starts
+a group again that died, with backoff (0.1 to 10 s), and ends the others 30 s after the first that ended.
 
 This process imports the engine once and forks the ranks, so that a group that follows a dead one need not import it
 again. The ranks rendezvous through a file in the folder of the sockets, which only its owner can access: torchrun's

@@ -1,4 +1,5 @@
-"""The order in which samples completed: a client polls all of its samples with one request and a cursor.
+"""The order in which samples completed, for clients that poll all of theirs with one request: cursors, at most 1,000 in
+a reply, and client numbers by epoch.
 
 A client sends the cursor of the last response and gets what completed after it. The order is that of this process
 alone: the next orchestrator may learn of the same completions in another order, because a client can see a completion

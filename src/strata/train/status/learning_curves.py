@@ -1,4 +1,5 @@
-"""Learning curves: the metrics of each model over its optimizer steps, bounded. No decision depends on them.
+"""Learning curves: the metrics of each model by optimizer step, at most 400 points of 64 models, and 8 metrics that a
+client reports.
 
 A step gets the metrics of all passes since the one before, combined as their names say, and what the client reported
 since then: a reward, for example, which only the client knows. When a curve is full, each two

@@ -1,4 +1,6 @@
-"""Summaries of the state for status reports. Never iterates over all futures: a great many may have ended."""
+"""Computes the rows of status reports from the state: tenants, models, running dispatches, last operations,
+checkpoints, endpoints.
+"""
 
 from __future__ import annotations
 

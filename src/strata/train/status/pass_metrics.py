@@ -1,4 +1,6 @@
-"""Metrics of datums and of passes, combined into one as the part of each name after its colon says."""
+"""Combines metrics of datums and passes by the suffix of their name (`:sum`, `:mean`, `:max` …), and names the counted
+ones.
+"""
 
 from __future__ import annotations
 

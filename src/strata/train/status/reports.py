@@ -1,4 +1,5 @@
-"""Status reports of the server: views, and the values in them.
+"""Status reports as types, and their limits: 20 tenants, 20 recent operations, 200 models; also the phases of an
+operation's timeline.
 
 A caller that may see everything gets a row for every tenant; others get their own, and all other tenants in the sum.
 """

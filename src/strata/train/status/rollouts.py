@@ -1,4 +1,5 @@
-"""Rollouts that a tenant chose to keep: tokens, log probabilities of sampler and trainer, advantages and reward.
+"""Rollouts that a tenant keeps: limits for each tenant (200, 16 MiB), in all (128 MiB) and in time (a day), which
+samples of a pass are kept, and the store.
 
 In memory, bounded in count and bytes for each tenant and in bytes for all, and for a limited time. A model's rollouts
 are kept if its client asked for it in the metadata of `create_model`.

@@ -1,4 +1,4 @@
-"""Throughput of the ranks, measured per kind of work, and the queue position and ETA that follow from it."""
+"""Measures the ranks' throughput by kind of work, and words the queue position and ETA that a client polls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Timelines: when each of the last operations passed each stage. In memory only, and lost with the process.
+"""Records when each of the last operations passed each stage, rates over the last minute, and the history of throughput
+(360 points of 10 s).
 
 Times are seconds since 1970 by the orchestrator's clock. The ranks report durations, so that their clocks need not
 agree with any other: a reply that took a second began a second before it was received.

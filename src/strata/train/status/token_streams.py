@@ -1,4 +1,4 @@
-"""The tokens of samples that run, for clients that read them before the sample has ended.
+"""Keeps the tokens of running samples in memory for clients that stream them; a reply has at most 4,000.
 
 In memory only: a result is durable, its parts are not. Ranks that restart draw the sample again from its first token;
 an orchestrator that restarts has the parts from then on. A client that lacks tokens before them waits for the result.

@@ -1,4 +1,4 @@
-"""Views of the state for clients: what a query is responded with. What belongs to another tenant does not exist."""
+"""Views of the state as types: what each query of a client is responded with, and the texts of queue states."""
 
 from __future__ import annotations
 

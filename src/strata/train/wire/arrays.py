@@ -1,4 +1,5 @@
-"""Arrays from clients: the checks before a rank may take their bytes for numbers.
+"""Checks arrays of clients before a rank takes them: types, shapes, finite numbers, sparse columns, at most 1 GiB
+dense; with the wording of each refusal.
 
 All checks are vectorized: a batch has millions of tokens, and none of them is looked at in Python alone.
 """

@@ -1,4 +1,4 @@
-"""What fields of requests share. Imports no numpy: the hub's pages read the same messages."""
+"""The type of a token id in requests, and the error that names an invalid field."""
 
 from __future__ import annotations
 

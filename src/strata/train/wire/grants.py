@@ -1,4 +1,4 @@
-"""What a signed URL of the training server allows, and the token in it. A hub in front of the server reads it too."""
+"""Signed URLs of the training server: what a grant allows (archive, trace), its token, expiry and signature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward and backward passes in Strata's own format: msgpack of the values that the core works with.
+"""Passes in Strata's own format, msgpack: the media type and the body that `strata.sdk` sends.
 
 `strata.sdk` sends it, and gets the results as the bytes that the ranks made. The SDK imports this module, so nothing is
 imported here that a client does not have installed; only `read_pass`, which the server calls, needs numpy.

@@ -1,4 +1,5 @@
-"""Requests and replies of the OpenAI-compatible endpoints, as clients of OpenAI's API write and read them.
+"""OpenAI-compatible requests and replies: which parameters are read, ignored or refused, limits (`n`, messages, tools,
+prompts, stop strings), the default `max_tokens` (16), and the form of replies.
 
 A parameter whose meaning this server would silently break is refused with the reason. Parameters that only describe
 the caller are read and ignored; a parameter that is not declared here is refused.

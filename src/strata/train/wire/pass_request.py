@@ -1,4 +1,6 @@
-"""A forward or backward pass as a client requests it, independent of the format it was sent in."""
+"""A forward or backward pass as requested, whatever its format: checks of sequence number, loss name and loss config,
+with their wording.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Replies that are small JSON. `None` is left out where the clients take an absent field for it."""
+"""JSON replies of the training protocol as types: futures, capabilities, models, checkpoints, sessions, errors of
+operations, and the flags of the client configuration.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kept rollouts as the API writes them: a summary of each, and one of them token by token."""
+"""Kept rollouts as JSON: query, summary, and one token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Fields of a request that this server does not know: the clients of the protocol are often newer than the server.
+"""Decides about unknown fields of newer SDKs: ignored when they have the SDK's default (`sdk_fields.json`), refused by
+name otherwise.
 
 Such a field is left out if it asks for nothing: it is null or empty, or has the default of the newest `tinker` SDK that
 the server was tested with. With any other value it is refused by its name: a parameter that would be ignored must not

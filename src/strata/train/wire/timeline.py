@@ -1,4 +1,4 @@
-"""Timelines of operations: one as a reply to its client, or all of them as a trace in Chrome's JSON form for Perfetto.
+"""Timelines of operations as JSON replies, and as a Chrome trace for Perfetto: names of tracks, spans and events.
 
 In a trace one process is the ranks, which do one dispatch after the other. Another is the operations, with a track for
 each tenant; an operation lasts from its acceptance to its end, and any number of them overlap.

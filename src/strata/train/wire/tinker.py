@@ -1,4 +1,5 @@
-"""Passes and their results as protobuf: what `tinker` clients since 0.25 send and read.
+"""Passes and results as protobuf for `tinker` clients since 0.25: which fields are read, and at most 1,048,576
+elements.
 
 The elements of a message are limited before it is parsed: two bytes may become a hundred in memory. A field that this
 server does not know is refused, as `sdk_fields` refuses one of JSON: the parser keeps it, but nothing reads it. The set

@@ -1,5 +1,4 @@
-"""Passes and results in JSON: for passes the legacy format of `tinker` clients before 0.25, for all other results the
-only one."""
+"""Passes in JSON for `tinker` clients before 0.25, and the results of all other operations in JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Artifacts as a list, and one artifact with its lineage as a graph, its files and its pin."""
+"""Pages of artifacts: list (50 rows), one with lineage, files (200) and pin. Words and layout are in
+`templates/artifacts.html`, `artifact.html`.
+"""
 
 from __future__ import annotations
 

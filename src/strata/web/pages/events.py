@@ -1,4 +1,4 @@
-"""All events, newest first: search, kind, subject, and live on the first page."""
+"""Page of events: 50 rows, search, kinds, links of subjects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gangs: which there are; of one who holds it up, what its workers do, how its data goes, what incidents cost."""
+"""Pages of gangs: list, and one with its headline, lanes of workers, data, incidents; refreshed every 5 s."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts as a grid of tiles or a table, and one host with its cards, plots, jobs, policy and actions."""
+"""Pages of hosts: tiles (96) or table (50), one with cards, plots, spans, jobs, policy, and confirmed actions."""
 
 from __future__ import annotations
 

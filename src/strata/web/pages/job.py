@@ -1,4 +1,4 @@
-"""One job: why it waits, its attempts, plots, log, parameters, artifacts and events, and what to do with it."""
+"""Page of a job: why, attempts, plots (24), log tail (64 KiB), parameters against another job, events (50), actions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log in with a key, the operator token or a login link; log out."""
+"""Pages of login and logout: key, operator token, login link; and refusals."""
 
 from __future__ import annotations
 

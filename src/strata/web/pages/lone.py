@@ -1,4 +1,4 @@
-"""The first page of a coordinator without a hub: its gangs."""
+"""First page of a coordinator without a hub: redirects to the list of gangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages of a training server without a hub: the same as at a hub."""
+"""Pages of a training server without a hub: the routes of `training`, `playground` and `rollouts`."""
 
 from __future__ import annotations
 

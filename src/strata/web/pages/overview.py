@@ -1,4 +1,4 @@
-"""The first page: what needs attention, four figures, what runs, what ended, and the hosts."""
+"""First page of the dashboard: attention, figures, running and ended jobs (8), host tiles (48)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""People: keys, invites of hosts, and quotas with what each owner uses."""
+"""Page of people: keys, invites, quotas; choices of roles and validity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The playground: a prompt for the base model or a checkpoint, and the answer token by token.
+"""Page of the playground: limits of prompt (100,000 characters), tokens (1,024) and temperature (2), defaults, and the
+answer token by token.
 
 It sends what a client of the OpenAI-compatible endpoints would send, with the rights of the person who is logged in: so
 quotas and fairness between tenants hold, and a checkpoint of another tenant does not exist.

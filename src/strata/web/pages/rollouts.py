@@ -1,4 +1,4 @@
-"""Kept rollouts of the caller: which there are, and each of them token by token."""
+"""Pages of kept rollouts: list (100), tokens coloured by gap or log probability, with the levels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search: one word, and every job, host, model and artifact that has it in its name or begins its id with it."""
+"""Page of search over jobs, hosts, models and artifacts: 20 results of each."""
 
 from __future__ import annotations
 

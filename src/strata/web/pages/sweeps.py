@@ -1,4 +1,4 @@
-"""Sweeps with the best run so far, and one sweep: parallel coordinates, the metric over trials, and a table."""
+"""Pages of sweeps: list (25), one with parallel coordinates (12 axes), plot and table of trials."""
 
 from __future__ import annotations
 

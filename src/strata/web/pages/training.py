@@ -1,4 +1,6 @@
-"""Training servers: which there are, and of each one its tenants, operations, models, recoveries and endpoints."""
+"""Pages of training servers: list, one with tenants, operations (80, of 600 s), models (50), plots (8), recoveries,
+endpoints.
+"""
 
 from __future__ import annotations
 

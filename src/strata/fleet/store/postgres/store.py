@@ -1,4 +1,4 @@
-"""The fleet in PostgreSQL: for many hubs. Short transactions on locked rows; nothing is decided on what may change."""
+"""Builds the fleet's store on PostgreSQL, for many hubs: short transactions on locked rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Claims in SQLite: functions of the open transaction, called in the one thread.
+"""SQL of claims in SQLite: choosing jobs for hosts with the same options, leasing them, and ending attempts that they
+displace.
 
 A batch reads once for all hosts with the same options, and writes each table once: the work per claim limits how many
 hosts one hub serves.

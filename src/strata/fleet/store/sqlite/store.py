@@ -1,4 +1,6 @@
-"""The fleet in the hub's SQLite file: one writer, so a transaction is a function that nothing can interleave with."""
+"""Builds the fleet's store on the hub's SQLite file: one writer, so a transaction is a function that nothing can
+interleave with.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Garbage collection of checkpoint files: what no fact and no replay refers to is removed. Imports enter here too.
+"""Deletes checkpoint files that no fact and no replay refers to, and puts imported ones in place.
 
 There is no list of files to remove. A sweep compares the folder with the state. One that was interrupted is simply run
 again, and it also removes what overwritten, failed and replayed saves have left.

@@ -1,4 +1,5 @@
-"""Compaction: snapshots of the models make journal facts, payload files and older snapshots superfluous.
+"""Truncates the journal and deletes payloads and older snapshots once a snapshot of the models covers them; looks every
+5 s.
 
 Everything that is removed follows from facts that are durable before. A process that dies in the middle leaves only
 files and facts that nothing refers to, and the next one removes them.

@@ -1,4 +1,4 @@
-"""The learning curves in a file, so that a restarted orchestrator goes on with them.
+"""Writes the learning curves to a file and loads them after a restart.
 
 They are no facts: nothing is decided by them, and a process that is killed may lose what it measured since the last
 write.

@@ -1,4 +1,5 @@
-"""Replication of checkpoints to object storage: uploaded after they are saved, fetched when the local files are gone.
+"""Uploads checkpoints to object storage after they are saved, fetches them when local files are gone, and deletes
+copies that nothing refers to.
 
 The manifests in the store say what it has. Nothing about it is journaled: a new leader lists the store, uploads what is
 missing, and deletes what no checkpoint refers to.

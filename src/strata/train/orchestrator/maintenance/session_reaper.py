@@ -1,4 +1,4 @@
-"""Session reaper: sessions of clients that went silent are finished, and operations behind a gap are aborted.
+"""Finishes sessions whose client is silent, and aborts operations behind a gap in the sequence after 30 s.
 
 Any request about a session by name shows that its client is alive, not only its heartbeat: some clients send none. The
 idle time counts from what this process received, on the monotonic clock. A new orchestrator grants the whole timeout

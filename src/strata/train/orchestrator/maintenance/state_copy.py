@@ -1,4 +1,5 @@
-"""Copies of the server's state while it runs: the agent of a fleet brings them to its hub, in case the host is lost.
+"""Copies the server's state (journal, checkpoints, snapshots, payloads) into a folder for the agent, and keeps the last
+two copies.
 
 A copy is what a crash at one moment would have left. The journal is copied as it is at that moment. Checkpoints, rank
 snapshots and payloads never change under their names: they are linked, once before and once after. So the copy has what

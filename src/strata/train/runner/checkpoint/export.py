@@ -1,4 +1,5 @@
-"""Export of a checkpoint: an adapter for PEFT, or a model for Hugging Face.
+"""Exports a checkpoint offline as a PEFT adapter or a merged Hugging Face model: which base it needs, tied weights,
+dtype, and its refusals.
 
 It runs offline, without ranks, on a folder whose digests it verifies. It never overwrites anything.
 """

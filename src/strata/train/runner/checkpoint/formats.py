@@ -1,4 +1,5 @@
-"""File formats of checkpoints: adapters as PEFT reads them, full models as Hugging Face does, or in shards.
+"""Converts models to the files of a checkpoint and back: names of tensors as PEFT and Hugging Face have them, adapter
+config, optimizer state (`optimizer.safetensors`), and the errors when they do not fit.
 
 The moments of an optimizer have the names of the weights they belong to. All files are safetensors.
 """

@@ -1,4 +1,6 @@
-"""A model in Hugging Face's format, written group by group: never more of it in memory than one file holds."""
+"""Writes a Hugging Face model folder in parts: `model.safetensors` files that are full at 64 MiB, their index, and
+persistent buffers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Save and load checkpoints by all ranks together: which rank writes what, and what is verified before a load.
+"""Saves and loads a checkpoint by all ranks together: which rank writes what, checks of the manifest (rank and alpha,
+kind of training, optimizer state), and the errors that all ranks raise.
 
 Every function is called by every rank, in the same order. An error on one rank is raised on all, and changes no model.
 """

@@ -1,4 +1,5 @@
-"""Sharded checkpoints of full models (torch.distributed.checkpoint): every rank writes its shards, any number reads.
+"""Sharded checkpoints of full models in torch.distributed.checkpoint's format: names of shard files, their headers, and
+the reading of another number of shards.
 
 The storage is torch's own for safetensors: what it would otherwise keep in a pickled `.metadata` is in the headers of
 the files. Its global planning pickles too, between the ranks, and is not used: each rank plans alone. A rank's shard is

@@ -1,4 +1,4 @@
-"""The parameters of an adapter that a rank holds: values, gradients of a pass, and their shares.
+"""The parameters of a LoRA adapter on a rank: layout in flat tensors, shares of ranks, initial values, gradients.
 
 They stand outside the model's module tree: sharding, saving and freezing of the base never see them. Every rank holds
 all of them, except those of experts, stages and parts of layers that other ranks compute. The gradients of a pass are

@@ -1,5 +1,4 @@
-"""What adapters add to the layers of a packed row: one forward hook in each adapted layer, which adds the output of the
-span's adapter to every span of the row."""
+"""The forward hooks that add the output of each span's adapter to the layers of a packed row, with their gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The weights of a model that adapters can be added to, and why others cannot.
+"""Finds the weights of a model that LoRA can train (`train_attn`, `train_mlp`, `train_unembed`), and words why others
+cannot be adapted.
 
 The experts of a mixture are one module with one fused weight; `experts.py` computes them with their adapters. Experts
 of another form keep their own computation and get no adapter (`is_experts`).

@@ -1,4 +1,5 @@
-"""The attention of a model family as transformers calls it: what its mask and options mean.
+"""Reads the attention mask and options of a model family: which are supported (causal, sliding window, chunks,
+soft-capping, sinks), and which are refused with the reason.
 
 A family defines its attention by a mask and by options. Both are on an allow-list: causal masks, sliding windows and
 chunks; scaling, soft-capping and sinks. Anything else is rejected, because leaving it out would silently give other

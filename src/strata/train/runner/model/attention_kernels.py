@@ -1,4 +1,5 @@
-"""The arithmetic of causal attention in each document of a packed row: windows, soft-capping and sinks included.
+"""Computes causal attention in each document of a packed row: choice of kernel (fused, blocks, variable length), block
+sizes, and gradients.
 
 `attend_documents` is the entry; `attend_continuation` is for a document whose beginning is cached. It chooses among
 three computations of the same numbers:

@@ -1,4 +1,6 @@
-"""The base model on the ranks: loaded, verified (`startup_check`), fitted with LoRA hooks and sharded (FSDP)."""
+"""The base model on a rank: order of loading, start-up check, LoRA hooks and sharding (FSDP), dtypes, activation
+checkpointing, and copies for sampling.
+"""
 
 from __future__ import annotations
 

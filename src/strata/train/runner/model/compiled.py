@@ -1,5 +1,4 @@
-"""Layers compiled by torch (`torch.compile`): what a layer computes between its matrix products becomes fewer, larger
-kernels.
+"""Compiles layers by `torch.compile`: which modules stay uncompiled, and the limit of recompilations (64).
 
 Attention, adapters and experts stay as they are written: they follow the documents, adapters and tokens of a row, and
 would be compiled again for each. A layer is compiled once for rows of every length, for passes with gradients and for

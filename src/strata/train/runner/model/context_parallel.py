@@ -1,4 +1,5 @@
-"""Context parallelism: the ranks of a context group compute the same rows together, each with its slice of every row.
+"""Context parallelism: how a row is sliced over the ranks of a context group, and the exchange of heads in attention
+(Ulysses).
 
 Each slice has as many adjacent tokens, wherever documents begin and end. A model computes a token without the others,
 except in attention. There the ranks exchange (Ulysses): each gets the queries, keys and values of all tokens of the row

@@ -1,4 +1,5 @@
-"""Weights that are split over a group of ranks, or replicated on it, and computed with as plain tensors.
+"""Distributes a weight over a group of ranks as a DTensor, and replaces it by the local tensor while its module
+computes.
 
 A weight is a distributed tensor, so that FSDP can shard it further and files show which part a rank holds. While its
 module computes, it is replaced by what this rank computes with.

@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank of an expert group holds some experts of every layer, and computes them for all ranks.
+"""Expert parallelism: which rank holds which experts, and the exchange of tokens with them, forward and back.
 
 The rows of the ranks are different ones, or slices of one row in a tensor group, whose ranks have the same tokens. The
 pairs of a token and one of its experts travel to the rank that holds the expert, and the product with the expert's

@@ -1,4 +1,5 @@
-"""Loading of a model from its files: as a whole, or each rank straight into its shards.
+"""Loads a model from its files, whole or straight into shards: conversion of names, fused experts, tied weights,
+quantised layers, and the errors of missing ones.
 
 A sharded model is never whole in the memory of a rank. transformers builds it without memory, `distribute` replaces its
 parameters by sharded ones, and then the loader of transformers reads of each file what this rank holds, and fuses the

@@ -1,4 +1,5 @@
-"""Sizes of a model for a plan of its memory, from its configuration alone: no weights, no device.
+"""Traces the memory of a pass for `strata plan`: runs layers on tensors without content, counts live bytes and
+collectives, and extrapolates to all layers.
 
 Parameters and adapters are counted by shapes. The memory of a pass is traced: the model runs one row forward and
 backward on tensors without content, split and sharded over ranks that do not exist, and everything that it allocates

@@ -1,4 +1,5 @@
-"""Offload: models leave the device and come back bit for bit, all while the server sleeps, else the idle ones.
+"""Offload: which adapters stay on the device (`Slots`, least recently used), which go to host memory or disk, and sleep
+and wake of a whole rank.
 
 The storage of a tensor is resized to nothing and later resized back, so that the engine's own references, and its
 views into one storage, stay valid. `SleepOffload` offloads a whole rank. `Slots` decides which adapters are resident on

@@ -1,4 +1,5 @@
-"""Pipeline parallelism: the ranks of a stage have some of the layers, and pass every row on to the next stage.
+"""Pipeline parallelism: the order of forward and backward steps of rows, which layers a stage computes, and sends and
+receives between stages. Sizes of stages are in `strata.train.parallel`.
 
 A stage runs the family's own decoder, in which the layers of other stages return what they get. So the first stage
 begins with tokens, each other one with the hidden states that it receives, and the last one has the head and the

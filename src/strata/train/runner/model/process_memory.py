@@ -1,4 +1,6 @@
-"""Memory of this process as the system reports it: what is free, what was used at most, and kills for lack of it."""
+"""Reads memory of this process: free bytes of CUDA, machine and control group, the peak, and kills by the kernel for
+lack of memory.
+"""
 
 from __future__ import annotations
 

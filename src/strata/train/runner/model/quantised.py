@@ -1,4 +1,4 @@
-"""Quantised layers of a frozen base: linear layers whose weights are NF4 or int8 numbers of bitsandbytes.
+"""Quantises layers of a frozen base with bitsandbytes (NF4, int8), and computes with them dequantised.
 
 Every row of a weight is quantised by itself: NF4 has a scale for each block of 64 numbers of a row, int8 one for each
 row. So a rank quantises the rows that it holds, with the same result as if it had all of them, and FSDP shards numbers

@@ -1,4 +1,5 @@
-"""Memory of a packed row: how many tokens fit into this rank's memory, and the record of a row that did not fit.
+"""Measures how many tokens a row may have in this rank's memory (share of free memory, growing probes), and records a
+row that ran out of memory.
 
 The limit is measured when the ranks start, by passes over rows of growing length. It is an estimate: a row beyond it is
 rejected before the first collective, so all ranks continue. A rank that runs out of memory inside the model dies, since

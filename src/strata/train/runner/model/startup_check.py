@@ -1,4 +1,5 @@
-"""Start-up check: packed passes must give the log probabilities of the unmodified Hugging Face model.
+"""The start-up check against the unmodified Hugging Face model: its tolerances, lengths of documents, and the wording
+of failures.
 
 The reference is computed first, by the model as transformers has loaded it: its own eager attention and experts, its
 own head, no hooks, one document at a time, in evaluation mode (no dropout, no noise in a router; training computes in

@@ -1,4 +1,5 @@
-"""Tensor parallelism: the ranks of a tensor group compute the same rows together, each with its part of the matrices.
+"""Tensor parallelism: which layers are split and how (the `tp_plan` of transformers), collectives with their gradients,
+and the refusals of families.
 
 transformers knows which layers of a family are split, and how (its `tp_plan`); the arithmetic is here. Weights are
 tensors that are split over the group, or replicated on it: so FSDP can shard them further, and files show which part a

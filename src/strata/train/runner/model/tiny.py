@@ -1,4 +1,5 @@
-"""Small random models in Hugging Face's format, with their own tokenizer: for tests, benchmarks and first steps.
+"""Makes small random models with a tokenizer and a chat template: families, default sizes (2 layers, 64 hidden, 512
+tokens), and the text that trains the tokenizer.
 
 Nothing is downloaded: the weights are drawn from a seed and the tokenizer is trained on a text that is in this file.
 The same arguments give the same bytes.

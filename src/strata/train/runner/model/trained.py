@@ -1,4 +1,5 @@
-"""The models in training: a LoRA adapter over the frozen base, or the base itself (full fine-tune).
+"""The models in training, LoRA or full: staged and committed gradients, step, abort, shares of ranks, and tensors to
+save.
 
 Both accumulate gradients the same way. The gradients of a pass are staged until it is over: `commit` adds them to those
 accumulated since the last optimizer step, summed over the ranks, and `discard` drops them. A step consumes the sum, and

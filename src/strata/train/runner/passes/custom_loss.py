@@ -1,4 +1,4 @@
-"""Computes a loss of a client from its graph: every operation is looked up in a table, nothing is evaluated as code.
+"""Computes a client's loss graph: the table of operations, and its limits of numbers and bytes (512 MiB).
 
 The work is bounded before it is done. The graph runs once on tensors without content, which have only shapes: that
 finds operands that do not fit, how many numbers all nodes read or compute together, and how many bytes these take.

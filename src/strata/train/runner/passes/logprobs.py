@@ -1,4 +1,5 @@
-"""Log probabilities of target tokens: one packed row through the model, from tokens to log probabilities.
+"""Computes log probabilities of target tokens for a packed row: positions, documents, chunks of logits, decoder and
+head.
 
 A packed row holds several documents one after the other, none of which attends to another. Attention runs document by
 document (`model/attention.py`), so that a document's numbers do not depend on its neighbours. Position ids restart with

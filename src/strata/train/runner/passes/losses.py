@@ -1,4 +1,5 @@
-"""The loss functions, the inputs that they read from a datum, and their metrics.
+"""The loss functions (cross_entropy, importance_sampling, ppo, cispo, dro, gspo), their config and defaults (clip
+thresholds), inputs, metrics, and the errors of wrong inputs.
 
 Each is a sum over the tokens of a datum: a client that wants a mean divides it. A malformed input is rejected by
 its name.

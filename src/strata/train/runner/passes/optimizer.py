@@ -1,4 +1,4 @@
-"""The optimizer of one model: AdamW or Muon of torch, with the hyperparameters that each step brings."""
+"""The optimizer steps AdamW and Muon: checks of hyperparameters, gradient clipping, norm, moments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A forward_backward pass on its way to the ranks and back: partitioned into what each rank computes, and merged."""
+"""Partitions a pass into what each rank computes, and merges outputs, metrics and failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A forward_backward pass over packed rows: forward, losses, backward, and gradient accumulation.
+"""Runs a pass over packed rows: checks of datums, forward, losses (also those of groups), backward, gradient
+accumulation, and rejection of rows that are too large.
 
 Each row is a micro-batch. The gradients of a pass are committed to a model only if all of them are finite.
 """

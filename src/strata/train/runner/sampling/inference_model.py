@@ -1,4 +1,5 @@
-"""The model as the sampler runs it: the same modules once more, without weights of their own.
+"""The model as the sampler runs it, without weights of its own: gathering sharded weights in buckets, swapping
+adapters, and the check that decode matches training.
 
 The trained model is sharded and hooked for passes in which all ranks meet in the collectives of every layer. Sampling
 is the opposite: each rank decodes by itself, as many steps as its sequences need. So it has modules of its own. The

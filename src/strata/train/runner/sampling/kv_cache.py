@@ -1,4 +1,5 @@
-"""The KV cache and attention over it: keys and values of the running sequences, in slots that are allocated once.
+"""The KV cache: sizes of slots (64 tokens at least), pools, reuse of prefixes in blocks of 32, capacity, and attention
+over it.
 
 A sequence gets its slot at admission, as long as the sequence can ever become; slots of one length form a pool, those
 in use first, so that a decode step computes over a plain view of them. The cache has a capacity in sequences and in

@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt: of its own tokens, of the likeliest ones, of tokens that the client names, of draws.
+"""Computes log probabilities of a prompt: its tokens, the likeliest ones, tokens that a client names, and draws.
 
 All of them are the model's own, at temperature 1, except that the draws are made at the request's temperature.
 """

@@ -1,4 +1,6 @@
-"""Validation of sample requests against the model and the limits of a rank, and what a request reserves."""
+"""Validates sample requests against model and rank: at most 1,024 samples and top-k, the limits of `SamplerLimits`,
+stop tokens, and the length that is reserved.
+"""
 
 from __future__ import annotations
 

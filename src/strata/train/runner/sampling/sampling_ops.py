@@ -1,4 +1,4 @@
-"""Sampling of tokens from logits: temperature, top-k, top-p, and a draw that depends on nothing but the sequence.
+"""Samples tokens from logits: temperature (greedy below 1e-6), top-k, top-p, seeded draws, and their log probabilities.
 
 Everything works on a whole batch at once, each row with its own parameters. A row's draw needs one number between 0
 and 1, which comes from the sequence's own seeded random number generator: it is the same whatever else is in the batch,

@@ -1,4 +1,4 @@
-"""Sequence groups and sequences: one request on one rank, its samples, and the stop conditions of each."""
+"""A running sequence and its group: stop strings, stop tokens, lengths, stop reasons, top log probabilities."""
 
 from __future__ import annotations
 

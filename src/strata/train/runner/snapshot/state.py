@@ -1,4 +1,5 @@
-"""The state of a snapshot: every tensor that later work depends on, copied from the ranks and restored bit for bit.
+"""What a snapshot holds of adapters, full models and samplers, how it is copied from the ranks, and how it is restored
+to another number of ranks.
 
 Of a LoRA adapter: this rank's share of weights, moments and accumulated gradients; of a sampler's, that of the weights.
 Of a full fine-tune, and of a sampler's copy of one: this rank's shards, if it is the first copy of the model. A rank
