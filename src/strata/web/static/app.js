@@ -1,4 +1,5 @@
-// Strata's dashboard in the browser: live content, plots, logs, and small comforts. Every page also works without it.
+// Scripts of every page: ages that grow, copy buttons, questions before an action, keys. It starts live content, plots,
+// logs and parallel coordinates; every page also works without it.
 import { startLive } from "./live.js";
 import { drawPlots } from "./plots.js";
 import { startLogs } from "./log.js";

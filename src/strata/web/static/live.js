@@ -1,4 +1,5 @@
-// The stream of topics: when one of this page has changed, its content is fetched again and merged into what is shown.
+// Live content: when a topic of this page has changed, its content is fetched again and merged; the words for the state of
+// the connection (live, behind, lost, loaded), and after how long it is behind.
 const TICK_S = 5;
 
 export function startLive(onContent) {

@@ -1,4 +1,4 @@
-// A log as it grows: follow, search, wrap, jump to the next error.
+// The log of a job as it grows: follow, search, wrap, jump to the next error (the pattern of errors), at most 20,000 lines.
 const WAIT_S = 20;
 const MAX_LINES = 20000;
 const ERROR = /(error|exception|traceback|fatal|killed|out of memory)\b/i;

@@ -1,4 +1,5 @@
-// Plots: series from the public API, drawn by uPlot; the last values beside the title, the numbers as a table.
+// Plots by uPlot: series from the public API, axes, dashes, ticks of time, formats of numbers, the last values beside the
+// title, and the numbers as a table.
 const DASHES = [[], [6, 4], [2, 3], [8, 3, 2, 3]];
 const CLASSES = ["series-0", "series-1", "series-2", "series-3"];
 const WHOLE = [1, 2, 5].flatMap((first) => Array.from({ length: 12 }, (_, power) => first * 10 ** power)).sort((one, other) => one - other);
