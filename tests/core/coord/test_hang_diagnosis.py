@@ -21,7 +21,7 @@ from strata.coord.core.hang_diagnosis import HangReport, find_suspects
 from strata.coord.core.inputs import Heartbeat
 from strata.coord.core.job_config import EscalationLevel, JobConfig
 from strata.coord.core.state import StepProgress
-from strata.coord.core.straggler_policy import open_probe
+from strata.coord.core.straggler_reaction import open_probe
 from tests.core.coord.jobs import Job
 
 BEAT_S = 1.0

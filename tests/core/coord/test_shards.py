@@ -99,7 +99,7 @@ def test_each_worker_goes_through_its_own_buckets_in_canonical_order() -> None:
         shards = [job.next(worker, held=None).leases[0].shard_range.shard for _ in range(100)]
         positions = [order.position_of(shard) for shard in shards]
         assert positions == sorted(positions)
-        owned = set(job.indexes.placements[64].assignment.buckets_of(worker))
+        owned = set(job.indexes.placements[64].assignment.by_worker()[worker])
         assert {shard % 64 for shard in shards} <= owned
 
 

@@ -70,8 +70,8 @@ def test_the_example_is_a_manifest() -> None:
 
 
 def test_the_manifest_on_the_page_of_the_fleet_can_be_read() -> None:
-    page = (ROOT / "docs" / "fleet.md").read_text(encoding="utf-8")
-    manifest = parse_manifest(page.partition("```toml\n")[2].partition("```")[0], "fleet.md").resolve()
+    page = (ROOT / "docs" / "fleet-manifest.md").read_text(encoding="utf-8")
+    manifest = parse_manifest(page.partition("```toml\n")[2].partition("```")[0], "fleet-manifest.md").resolve()
     assert [job.label for job in manifest.jobs.values()] == ["mlp-oracle", *(f"rates/{number}" for number in range(6))]
 
 

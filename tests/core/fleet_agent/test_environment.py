@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from strata.fleet.agent.attempt_folder import AttemptPaths
-from strata.fleet.agent.environment import JobInputs, job_environment
+from strata.fleet.agent.environment_variables import JobInputs, job_environment
 from strata.fleet.core.job_command import inherited_by_jobs, job_command
 from tests.core.fleet_agent.leases import a_trainer, lease
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from strata.base.clock import SystemClock
 from strata.base.errors import StrataError
 from strata.http.root import RootApp
-from strata.train.api import completion_forms
+from strata.train.api import completion_replies
 from strata.train.api.context import ApiContext
 from strata.train.api.routes import application
 from strata.train.api.server import APIServer
@@ -366,7 +366,7 @@ async def test_a_stream_survives_the_death_of_the_orchestrator_and_of_the_ranks(
 
 
 def test_a_sample_that_was_drawn_again_in_another_way_ends_its_stream(site_text: ModelText) -> None:
-    sent = completion_forms._SentChoice(TextStream(site_text, (), (), tools=False))
+    sent = completion_replies._SentChoice(TextStream(site_text, (), (), tools=False))
     sent.tokens += np.asarray([7, 8], "<i4").tobytes()
     same, other = [SampledSequence(np.asarray(each, "<i4").tobytes(), b"", "stop") for each in ([7, 8, 9], [7, 9])]
     sent.check_same(same)

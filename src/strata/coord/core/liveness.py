@@ -1,4 +1,5 @@
-"""Liveness: heartbeats, when each member was last heard from, and the eviction of members that expired.
+"""Liveness of workers: how often they send heartbeats, after which silence a member is suspect or evicted, and the
+grace period after a restart or a change of leader.
 
 A member with an open presence stream lives although it sends nothing: the gRPC threads of its process answer pings,
 also while its Python threads wait for the GIL, and a frozen process breaks the stream. Its steps tell whether it hangs.
@@ -12,7 +13,7 @@ from math import ceil
 from typing import Final
 
 from strata.base.errors import Code, StrataError
-from strata.coord.core import straggler_policy
+from strata.coord.core import straggler_reaction
 from strata.coord.core.facts import CommandAcked, Fact, ShardAcked, WorkerLost
 from strata.coord.core.inputs import Caller, Heartbeat, HeartbeatReply
 from strata.coord.core.state import CoordState, JobState, PendingCommand, SoftState, StepProgress
@@ -115,7 +116,7 @@ def expired(job: JobState, soft: SoftState, timeout_s: float, now_s: float) -> d
         limit_s = attached_timeout_s if worker_id in soft.attached else timeout_s
         if now_s - soft.seen_s[worker_id] >= limit_s:
             causes.setdefault(worker_id, f"silent for {limit_s:g} s")
-    for worker_id, reason in straggler_policy.ignored_stops(job, soft, timeout_s, now_s).items():
+    for worker_id, reason in straggler_reaction.ignored_stops(job, soft, timeout_s, now_s).items():
         causes.setdefault(worker_id, f"did not stop when told to: {reason}")
     return causes
 

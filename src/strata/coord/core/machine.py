@@ -1,4 +1,5 @@
-"""The coordinator as a machine on a journal: a request is observed and decided here, and its facts are applied.
+"""The coordinator as a machine on a journal: which function observes and decides each kind of request, what a tick
+does, after which pause (2 s) the process counts as not having run, and how snapshots are encoded.
 
 `observe` and `observe_outcome` are the only writers of soft state. `decide` writes nothing, so it may be asked twice
 and answers the same; the indexes of a job are caches that it may fill. `apply` alone writes what facts build.
@@ -22,7 +23,7 @@ from strata.coord.core import (
     liveness,
     members,
     shards,
-    straggler_policy,
+    straggler_reaction,
 )
 from strata.coord.core.apply import apply
 from strata.coord.core.facts import (
@@ -155,7 +156,7 @@ def _observe_member(state: CoordState, soft: SoftState, request: FromMember, now
         case Heartbeat():
             liveness.observe_heartbeat(soft, worker_id, request.progress, request.read_until, now_s)
             if request.hang_report is not None:
-                straggler_policy.record_report(soft, worker_id, *request.hang_report)
+                straggler_reaction.record_report(soft, worker_id, *request.hang_report)
         case Attached():
             soft.attached.add(worker_id)
             liveness.touch_presence(soft, worker_id, now_s)
@@ -187,19 +188,19 @@ def _observe_tick(state: CoordState, tick: Tick, now_s: float) -> None:
         soft = state.writable_soft(job.job)
         if blind_s > BLIND_S:
             liveness.extend_deadlines(soft, blind_s, now_s)
-            straggler_policy.reset(soft)
+            straggler_reaction.reset(soft)
         liveness.update_interval(state, job, soft, now_s)
         timeout_s = liveness.timeout_s(state, job, soft, now_s)
         liveness.grant_grace(job, soft, timeout_s, now_s)
         liveness.touch_open_calls(job, soft, now_s - timeout_s, now_s)
-        straggler_policy.start_stop_timers(job, soft, now_s)
+        straggler_reaction.start_stop_timers(job, soft, now_s)
         checkpoint_requests.observe_grids(job, soft, now_s)
         expired = liveness.expired(job, soft, timeout_s, now_s)
         for worker_id in expired.keys() - job.members.keys():
             _forget(soft, worker_id)
         if job.settled and not expired.keys() & job.members.keys():
             interval_s = liveness.interval_s(state, job)
-            straggler_policy.evaluate(job, soft, interval_s, now_s, silent=liveness.silent_but_attached)
+            straggler_reaction.evaluate(job, soft, interval_s, now_s, silent=liveness.silent_but_attached)
         else:
             soft.stragglers.incidents = ()
 
@@ -248,7 +249,7 @@ def _observe_fact(state: CoordState, fact: Fact, now_s: float) -> None:  # noqa:
 
 def _forget(soft: SoftState, worker_id: str) -> None:
     liveness.forget(soft, worker_id)
-    straggler_policy.forget(soft, worker_id)
+    straggler_reaction.forget(soft, worker_id)
 
 
 def _membership_changed(soft: SoftState, now_s: float) -> None:
@@ -342,7 +343,7 @@ def _tick(state: CoordState, now_s: float) -> list[Fact]:
             # The barriers end at once, not only when the next generation forms: that may take long.
             facts += [*barriers.end_all(job, soft), *evicted]
         else:
-            escalated = straggler_policy.escalate(job, soft.stragglers.incidents)
+            escalated = straggler_reaction.escalate(job, soft.stragglers.incidents)
             # Both number their commands from the last one of the state.
             facts += escalated or checkpoint_requests.advance(job, soft, now_s)
             facts += barriers.time_out(job, soft, now_s)

@@ -1,4 +1,5 @@
-"""Assigns buckets of a dataset to workers: weighted rendezvous hashing with a capacity bound, sticky.
+"""Assigns buckets of a dataset to workers by weight: rendezvous hashing or a ring, a capacity bound of 5 %, and the
+fewest moves when workers come and go.
 
 Ownership is affinity, not truth: a worker reads its own buckets first, and the lease ledger decides who read what.
 
@@ -39,7 +40,7 @@ import numpy as np
 
 from strata.base.errors import Code, StrataError
 from strata.coord.core.permutation import mix_all
-from strata.coord.core.rendezvous import GOLDEN, Draft, Ints, bucket_keys, name_key
+from strata.coord.core.rendezvous_hashing import GOLDEN, Draft, Ints, bucket_keys, name_key
 
 DEFAULT_BOUND: Final = 0.05
 RING_POINTS: Final = 150
@@ -75,20 +76,8 @@ class BucketAssignment(msgspec.Struct, frozen=True):
     def buckets(self) -> int:
         return len(self.owners) // 4
 
-    def owner_of(self, bucket: int) -> str:
-        if not 0 <= bucket < self.buckets:
-            raise StrataError(Code.INVALID, f"bucket {bucket} is not among the {self.buckets} buckets")
-        return self.workers[int.from_bytes(self.owners[4 * bucket : 4 * bucket + 4], "little")]
-
-    def buckets_of(self, worker: str) -> list[int]:
-        """The buckets of a worker, in order; none for one that has no weight or is no member."""
-        if worker not in self.workers:
-            return []
-        owned: list[int] = np.flatnonzero(self.numbers() == self.workers.index(worker)).tolist()
-        return owned
-
     def by_worker(self) -> dict[str, list[int]]:
-        """The buckets of each worker, in one pass over all."""
+        """The buckets of each worker, in order, in one pass over all."""
         numbers = self.numbers()
         ends = np.cumsum(np.bincount(numbers, minlength=len(self.workers)))
         parts = np.split(np.argsort(numbers, kind="stable"), ends[:-1])

@@ -1,4 +1,5 @@
-"""The index of artifacts in the hub's database: chunks, the artifacts that need them, and where those came from.
+"""SQL of the index of artifacts: chunks and their states, commits, lineage, pins, names of data, removal, and bytes by
+owner.
 
 Order of locks, so that no two transactions wait for each other: the job's row, the artifact, then chunks by digest.
 A collection passes over chunks that somebody holds.
@@ -34,6 +35,10 @@ _LINEAGE: Final = (
     "l.id, l.seq, l.artifact_id, a.size, l.committed_at, l.body, a.pinned, l.removed_at, l.actor,"
     " coalesce(j.project, ''), coalesce(t.trainer_digest, ''), coalesce(d.owner, j.owner, l.owner)"
 )
+_LINEAGE_FIELDS: Final = (
+    "lineage_id", "seq", "artifact_id", "size", "committed_at_s", "lineage", "pinned", "removed_at_s", "by",
+    "project", "trainer_digest", "owner",
+)  # fmt: skip
 _HERS: Final = (
     f"coalesce((SELECT d.owner FROM data_name d WHERE d.name = l.model AND l.kind = '{ArtifactKind.DATA}'),"
     " (SELECT j.owner FROM job j WHERE j.id = l.job_id), l.owner) = :owner"
@@ -525,33 +530,12 @@ def _decode_artifact(row: Sequence[Any] | None, artifact_id: str) -> ArtifactRow
     id_, manifest, size, committed, pinned, removed, owner, pinned_by = row
     if removed is not None:
         raise StrataError(Code.GONE, f"{id_} was removed", hint="only its lineage is left", removed_at_s=removed)
-    return ArtifactRow(
-        id=id_,
-        manifest=_manifest(manifest),
-        size=size,
-        committed_at_s=committed,
-        pinned=pinned,
-        pinned_by=pinned_by,
-        owner=owner,
-    )
+    return ArtifactRow(id_, _manifest(manifest), size, committed, pinned, pinned_by, owner)
 
 
 def _decode_lineage(row: Sequence[Any]) -> ArtifactRecord:
-    id_, seq, artifact_id, size, committed, body, pinned, removed, actor, project, trainer_digest, owner = row
-    return ArtifactRecord(
-        lineage_id=id_,
-        seq=seq,
-        artifact_id=artifact_id,
-        size=size,
-        committed_at_s=committed,
-        lineage=_lineage(body),
-        pinned=pinned,
-        removed_at_s=removed,
-        by=actor,
-        project=project,
-        trainer_digest=trainer_digest,
-        owner=owner,
-    )
+    fields: dict[str, Any] = dict(zip(_LINEAGE_FIELDS, row, strict=True))
+    return ArtifactRecord(**fields | {"lineage": _lineage(fields["lineage"])})
 
 
 def _lineage_query(wanted: LineageFilter) -> tuple[str, Values]:

@@ -1,4 +1,5 @@
-"""What an artifact is: its files and their chunks, in one canonical spelling, so that equal content has an equal id.
+"""The manifest of an artifact: its id, files and chunks of 8 MiB, its limits (files, bytes, paths, metrics), the kinds
+of artifacts, and their lineage.
 
 A file is cut into chunks of 8 MiB, the last one shorter; an empty file has none. So the sizes of the chunks follow from
 the size of the file, and a manifest cannot lie about them. Where an artifact came from is not part of it: that is its
@@ -79,7 +80,6 @@ class ArtifactManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 class ArtifactLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_files: int = 100_000
     max_bytes: int = 1 << 40
-    max_manifest_bytes: int = 16 << 20
     max_path_characters: int = 8 << 20
     """Characters of all paths together."""
 
@@ -115,22 +115,6 @@ class Lineage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def id_for(self, artifact_id: str) -> str:
         return content_id("lineage", 1, {"artifact": artifact_id, "lineage": self})
-
-
-_decode: Final = msgspec.json.Decoder(ArtifactManifest).decode
-
-
-def decode_manifest(encoded: bytes, limits: ArtifactLimits) -> ArtifactManifest:
-    """A manifest that keeps every rule; INVALID with the reason otherwise. The input need not be canonical."""
-    if len(encoded) > limits.max_manifest_bytes:
-        raise StrataError(
-            Code.INVALID, f"a manifest of {len(encoded)} bytes; at most {limits.max_manifest_bytes} are allowed"
-        )
-    try:
-        manifest = _decode(encoded)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise StrataError(Code.INVALID, f"this is not a manifest: {error}") from error
-    return check_manifest(manifest, limits)
 
 
 def check_manifest(manifest: ArtifactManifest, limits: ArtifactLimits) -> ArtifactManifest:

@@ -1,4 +1,5 @@
-"""The port of artifacts to chunk storage, and the values that go to the index of artifacts and come from it.
+"""The ports of artifacts to chunk storage (`ChunkStore`, `Signer`), and the values that go to their index and come from
+it.
 
 `ChunkStore` holds bytes under their digest, on disk (`disk`) or in object storage (`objects`); both pass one
 conformance suite. Whatever lies there was verified before it became visible, so a part of a chunk can never be read.
@@ -76,7 +77,7 @@ class Slot:
     """0 until it was stored once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ArtifactRow:
     id: str
     manifest: ArtifactManifest

@@ -1,4 +1,5 @@
-"""What a job takes of a host: cards, VRAM, memory, cores; and what is left beside the jobs that run there.
+"""What a job takes of a host (cards, shares of cards, VRAM, memory, cores, slots), what is left beside the running
+jobs, which cards a job gets, and how much more memory a retry after out of memory requests.
 
 The hub is the only accountant. Both stores call these functions in the transaction of a claim, on the attempts of the
 host that have not ended; each attempt is stored with what it took. So no card is given twice, also by two hubs.
@@ -230,14 +231,7 @@ class Room:
             cards = tuple(self._cards)
             return Taken(whole=True, slots=amounts.slots, cores=capacity.cores, ram_gib=capacity.ram_gib, cards=cards)
         count = amounts.gpus or int(amounts.prefers_gpu)
-        return Taken(
-            slots=amounts.slots,
-            cores=amounts.cores,
-            ram_gib=amounts.ram_gib,
-            cards=(self._choose_cards(amounts, count) or ()) if count else (),
-            gpu_share=amounts.gpu_share,
-            vram_gib=amounts.vram_gib if amounts.gpu_share < 1 else 0.0,
-        )
+        return _take(amounts, (self._choose_cards(amounts, count) or ()) if count else ())
 
     def admits(self, taken: Taken) -> bool:
         """Says whether an attempt could go on with just this."""
@@ -254,19 +248,7 @@ class Room:
 
     def reserve(self, amounts: Amounts) -> None:
         """Keep what a job with these amounts needs from all others: what is free, and what comes free later."""
-        self.hold(
-            self._taken(amounts)
-            if self.fits(amounts)
-            else Taken(
-                whole=amounts.whole,
-                slots=amounts.slots,
-                cores=amounts.cores,
-                ram_gib=amounts.ram_gib,
-                cards=self._emptiest_cards(amounts),
-                gpu_share=amounts.gpu_share,
-                vram_gib=amounts.vram_gib if amounts.gpu_share < 1 else 0.0,
-            )
-        )
+        self.hold(self._taken(amounts) if self.fits(amounts) else _take(amounts, self._emptiest_cards(amounts)))
 
     def hold(self, taken: Taken) -> None:
         self._jobs += 1
@@ -315,3 +297,15 @@ class Room:
         share = f"{amounts.gpu_share:g} of " if amounts.gpu_share < 1 else ""
         cards = "1 card" if amounts.gpus == 1 else f"{amounts.gpus} cards"
         return f"needs {share}{cards}{each}, {suffice} free"
+
+
+def _take(amounts: Amounts, cards: tuple[str, ...]) -> Taken:
+    return Taken(
+        whole=amounts.whole,
+        slots=amounts.slots,
+        cores=amounts.cores,
+        ram_gib=amounts.ram_gib,
+        cards=cards,
+        gpu_share=amounts.gpu_share,
+        vram_gib=amounts.vram_gib if amounts.gpu_share < 1 else 0.0,
+    )

@@ -1,4 +1,5 @@
-"""Where the time of a job went, from its attempts and its events: pure, and the parts always add up to the whole.
+"""Goodput of a job of the fleet: how attempts and events divide its time into waiting, useful, detection, restart and
+rolled back, and what each interruption cost.
 
 The time of a job begins when it is queued and ends when it has ended; between its end and a requeue it has none. Each
 moment belongs to one part:
@@ -38,7 +39,7 @@ _REPEATED: Final = frozenset({"retried", "lost"})
 """Outcomes of attempts after which the job goes back to the queue by itself."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AttemptTimes:
     """One attempt, as its row and its metrics tell."""
 

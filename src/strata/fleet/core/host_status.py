@@ -1,4 +1,6 @@
-"""A host as people see it: its status in one word, its policy in words, and what an action on it would do."""
+"""The status of a host in one word, its policy in words, what drain, pause, resume and revoke would do to its jobs, and
+how two agents with one identity (clones) are noticed.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,11 @@ def host_status(state: StoredState, presence: Presence, *, quiet: bool) -> HostS
     if state != "active":
         return state
     return "suspect" if presence == "suspect" else "quiet" if quiet else "online"
+
+
+def has_vanished(presence: Presence, state: StoredState, *, ephemeral: bool) -> bool:
+    """Says whether it is in no list, and missed by nobody: an ephemeral host that is silent, or has left."""
+    return ephemeral and (presence == "offline" or state == "left")
 
 
 @dataclass(frozen=True, slots=True)

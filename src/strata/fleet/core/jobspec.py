@@ -1,4 +1,5 @@
-"""A job, a trainer and a host as they are declared; and the identity of a job.
+"""The declarations of a job, a trainer and a host, with their fields, defaults and limits (priority, gang members,
+projects, images, quiet hours, least idle time of a server), and the id of a job as a hash of what makes it.
 
 The id of a job is `job1_` and the SHA-256 of the canonical JSON (RFC 8785) of model, mode, hyper, split_recipe,
 train_hosts and seed, and of nothing else: the same manifest read again, or written in another order, is the same jobs.
@@ -182,14 +183,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def job_id(spec: JobSpec) -> str:
-    what: dict[str, Any] = {
-        "model": spec.model,
-        "mode": spec.mode,
-        "hyper": spec.hyper,
-        "split_recipe": spec.split_recipe,
-        "train_hosts": spec.train_hosts,
-        "seed": spec.seed,
-    }
+    same = ("model", "mode", "hyper", "split_recipe", "train_hosts", "seed")
+    what: dict[str, Any] = {name: getattr(spec, name) for name in same}
     for part, known in (("code", spec.code), ("data", spec.data)):
         if part in spec.retrain_on:
             if not known:

@@ -1,4 +1,6 @@
-"""Retry, backoff and quarantine: decides about a job whose attempt ended without a result, and about failing hosts.
+"""Lease term (45 s), renewal interval (10 s), when a silent host is suspect (15 s), and attempt limits (`MAX_ATTEMPTS`,
+`MAX_LOST`, `MAX_INFRA`); decides retry, backoff, failure and the quarantine of a host (3 jobs), each with the reason
+that people read.
 
 Every function returns its reason in words: the event log, the API and `strata why` show that same sentence.
 
@@ -24,6 +26,8 @@ LEASE_S: Final = 45.0
 RENEW_S: Final = 10.0
 SUSPECT_S: Final = 15.0
 """A host without a heartbeat for so long is shown as suspect."""
+FORGET_S: Final = 3600.0
+"""An ephemeral host without a heartbeat for so long has left: its credentials end."""
 MAX_ATTEMPTS: Final = 3
 MAX_LOST: Final = 5
 MAX_INFRA: Final = 10

@@ -1,4 +1,5 @@
-"""The job manifest: which trainers, host policies and jobs a project declares, as a frozen value.
+"""The job manifest as a whole: its top-level tables, its limits (16 MiB, 1,000 schedules), `parse_manifest` of a
+person's TOML, and the validation of a manifest that a client sends as JSON.
 
 A person writes it as TOML: `project` says whose it is, `[trainers.NAME]` how jobs are run, `[hosts.NAME]` who may run
 them, `[[jobs]]`, `[[sweeps]]` and `[[schedules]]` what there is to do. `parse_manifest` reads the text once, where it
@@ -44,7 +45,7 @@ from strata.fleet.core.problems import Problems, fits, read_fields
 from strata.fleet.core.requirement import NAME_RULE, Name
 from strata.fleet.core.schedule import JobSchedule, schedule_problem
 from strata.fleet.core.search import SearchSweep, corner_points, search_problems
-from strata.fleet.core.sweep_plan import with_point
+from strata.fleet.core.sweep_points import with_point
 
 MAX_BYTES: Final = 16 * 1024 * 1024
 MAX_SOURCE: Final = 1024

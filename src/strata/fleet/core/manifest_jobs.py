@@ -1,4 +1,6 @@
-"""`[[jobs]]`, `[[sweeps]]` and `[[schedules]]` of a manifest: from tables to jobs, with their order resolved to ids."""
+"""Reads `[[jobs]]`, `[[sweeps]]` and `[[schedules]]` of a manifest: their keys, the checks and wording of problems
+(also of `grid` and `random`), at most 200,000 jobs, gangs, and the order by `after`.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ from strata.fleet.core.problems import (
 from strata.fleet.core.requirement import Name, Needs
 from strata.fleet.core.schedule import JobSchedule, parse_start, schedule_problem, start_fields
 from strata.fleet.core.search import SearchPlan, SearchSweep, corner_points, search_problems
-from strata.fleet.core.sweep_plan import (
+from strata.fleet.core.sweep_points import (
     MAX_SWEEP_JOBS,
     SEED_AXIS,
     Point,

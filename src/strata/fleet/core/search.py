@@ -1,4 +1,5 @@
-"""A sweep that searches: the hub asks a sampler for the next point when a trial has ended, until there are enough.
+"""Sweeps that search: method, objective, at most 1,000 trials, seeds and ids of trials, and when successive halving
+(ASHA) prunes one. Points are proposed in `hub.search_study`.
 
 A trial is a job of the sweep. What the sampler knows is computed from the jobs and their metrics alone, so a hub that
 was restarted, or another hub on the same database, proposes the same points. Successive halving (ASHA) ends a trial
@@ -14,7 +15,7 @@ import msgspec
 
 from strata.base.digest import canonical_json, sha256_hex
 from strata.fleet.core.jobspec import JobSpec, Seed
-from strata.fleet.core.sweep_plan import SEED_AXIS, Point, Range, axis_problem, range_problem, with_point
+from strata.fleet.core.sweep_points import SEED_AXIS, Point, Range, axis_problem, range_problem, with_point
 
 MAX_TRIALS: Final = 1000
 """A proposal reads all trials before it."""

@@ -1,4 +1,5 @@
-"""OpenAI-compatible endpoints: models, chat completions and completions, from the base model and every checkpoint.
+"""Routes of the OpenAI-compatible endpoints (models, chat completions, completions): limits of request and reply (4
+MiB), planning of the samples, streaming with a comment every 10 s, retries, cancellation.
 
 A request becomes the sample operations that the training protocol has, of the tenant of its key. So quotas, admission
 and fairness hold for it, and the built-in sampler or an engine samples it. A sample whose client goes away is
@@ -22,7 +23,7 @@ from strata.http.disconnect import until_disconnect
 from strata.http.errors import STATUS_OF
 from strata.http.openai_error import openai_error
 from strata.http.route import KIB, MIB, RESEARCHER, VIEWER, RawReply, Route
-from strata.train.api.completion_forms import ChatForm, CompletionForm, Reply, TextForm, encode_event
+from strata.train.api.completion_replies import ChatForm, CompletionForm, Reply, TextForm, encode_event
 from strata.train.api.context import ApiCall
 from strata.train.api.futures import read_sample
 from strata.train.api.sampler_cache import abort_all

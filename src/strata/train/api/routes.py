@@ -1,4 +1,5 @@
-"""Every route of the API server, and the application that serves them.
+"""The table of all routes of the API server, its limits of JSON bodies (16 MiB), its OpenAPI document, and the
+application that serves them.
 
 What a training loop requests all the time stands first, because the router tries the routes in this order.
 """
@@ -29,7 +30,7 @@ from strata.train.api import (
     sampling,
     service,
     sessions,
-    tokenizer,
+    tokenizer_files,
     training,
     weights,
 )
@@ -83,7 +84,7 @@ ROUTES: Final = with_document(
         *weights.ROUTES,
         *account.ROUTES,
         *refused.ROUTES,
-        *tokenizer.ROUTES,
+        *tokenizer_files.ROUTES,
         *keys.ROUTES,
     ),
     DOCUMENT_PATH,

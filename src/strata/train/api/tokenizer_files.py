@@ -1,4 +1,4 @@
-"""The tokenizer of the base model, at the addresses that a Hugging Face Hub has: for clients on other machines.
+"""Routes that serve the base model's tokenizer files at the addresses of a Hugging Face Hub (`HF_ENDPOINT`).
 
 `HF_ENDPOINT=http://HOST:5555/hf` and `HF_TOKEN=KEY` are all that transformers, and so the `tinker` SDK, needs. Only
 files of the tokenizer are served, by their names, and never weights.
@@ -17,6 +17,7 @@ from strata.base.digest import sha256_hex
 from strata.http.problem import ErrorReply, Problem
 from strata.http.route import KIB, VIEWER, RawReply, Route
 from strata.train.api.context import ApiCall
+from strata.train.hugging_face import find_folder
 from strata.train.peft.layers import TOKENIZER_FILES
 
 PATH: Final = "/hf/{repository:path}/resolve/{revision}/{file}"
@@ -33,10 +34,11 @@ async def file(call: ApiCall) -> RawReply:
     model = call.context.settings.model
     if call.path["repository"] not in (model.tokenizer_id, *model.base_models):
         return _missing("RepoNotFound", "there is no such model")
-    cached = await asyncio.to_thread(_read, Path(model.path), call.path["file"])
+    folder = await asyncio.to_thread(find_folder, model.path) or Path(model.path)
+    cached = await asyncio.to_thread(_read, folder, call.path["file"])
     if cached is None:
         return _missing("EntryNotFound", "the tokenizer has no such file")
-    headers = {"ETag": f'"{cached.digest}"', "X-Repo-Commit": await asyncio.to_thread(_commit, Path(model.path))}
+    headers = {"ETag": f'"{cached.digest}"', "X-Repo-Commit": await asyncio.to_thread(_commit, folder)}
     return RawReply(cached.content, media_type="application/octet-stream", headers=headers)
 
 

@@ -1,4 +1,5 @@
-"""Weighted rendezvous hashing in bulk: what a bucket costs a worker, and buckets changing hands by that cost.
+"""The arithmetic of weighted rendezvous hashing in bulk: the cost of a bucket for a worker, and how free or surplus
+buckets change hands by it. It has nothing of torchrun's rendezvous.
 
 The rules of who may own how much are in `placement`; here is how free buckets find a worker with room, how a worker
 sheds what is too much, and how it takes what it lacks.

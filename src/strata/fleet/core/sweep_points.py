@@ -1,4 +1,5 @@
-"""A sweep becomes jobs: every point of a grid, or points drawn at random from a space.
+"""The points of a sweep: every point of a grid, or points drawn at random from ranges by a seed; at most 100,000 jobs
+(`MAX_SWEEP_JOBS`). The tables of a manifest are read in `manifest_jobs`.
 
 The same sweep is the same jobs, on every machine and in every version of Python: chance is SHA-256 of the seed, the
 number of the draw and the name of the axis, and numbers from a continuous range are rounded to six significant digits,

@@ -1,4 +1,5 @@
-"""The environment of a job: allowed variables of the agent, those the trainer declares, and the STRATA_ variables.
+"""The environment variables of a job: those inherited, those of its trainer and its secrets, and every STRATA_
+variable. Python environments are in `environment_cache` and `uv`.
 
 A trainer cannot override a STRATA_ variable.
 """

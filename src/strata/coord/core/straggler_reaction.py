@@ -1,4 +1,6 @@
-"""What follows from slow and hung workers: their step times are recorded, evaluated now and then, and acted upon.
+"""Carries out what the detection of stragglers finds: how often workers are judged (1 s) and probed for hangs, how long
+their reports are awaited, the smallest share of data of a slow worker, commands, and eviction of one that ignores a
+stop. Thresholds are in `straggler_detection`.
 
 `straggler_detection` finds slow and hung workers. This module selects the workers that are compared, and turns a
 finding into facts: a smaller share of the data, a command, and for a worker that ignores a stop command its eviction.

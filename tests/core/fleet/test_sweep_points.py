@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.fleet.core.sweep_plan import (
+from strata.fleet.core.sweep_points import (
     RandomSweep,
     Range,
     axis_problem,

@@ -1,4 +1,5 @@
-"""How the samples of an OpenAI-compatible request are written: as one reply, or as events of a stream.
+"""Writes the samples of an OpenAI-compatible request: chat and text choices, log probabilities, usage, and the chunks
+of a stream. Tokens become text in `text`.
 
 What a stream has sent of a sample is never taken back. A sample that ranks or an engine had to draw again, and whose
 tokens differ from those that were sent, ends the stream with an error.
