@@ -130,13 +130,16 @@ function Register-Agent {
         Write-Output "+ Register-ScheduledTask '$task': $strata agent --state $state --work $work"
         return
     }
-    # The text of the task is the package's own, and its tests read it. Quotes are set there: how PowerShell passes them on
-    # depends on its version.
-    $make = 'import sys; from strata.fleet.agent.windows import agent_task; print(agent_task(*sys.argv[1:]))'
-    $xml = (& $interpreter -c $make $strata $state $work $user $Prefix) -join "`n"
-    if ($LASTEXITCODE -ne 0) { throw 'the task could not be written' }
+    $arguments = "agent --state `"$state`" --work `"$work`" --log-format json"
+    $definition = @{
+        Action    = New-ScheduledTaskAction -Execute $strata -Argument $arguments -WorkingDirectory $Prefix
+        Trigger   = New-ScheduledTaskTrigger -AtStartup
+        Principal = New-ScheduledTaskPrincipal -UserId $user -LogonType S4U -RunLevel Limited
+        # The agent ends by itself when asked; a task is ended after three days unless its limit is 0.
+        Settings  = New-ScheduledTaskSettingsSet -MultipleInstances IgnoreNew -ExecutionTimeLimit 0 -AllowStartIfOnBatteries -DontStopIfGoingOnBatteries -RestartCount 999 -RestartInterval (New-TimeSpan -Minutes 1)
+    }
     Stop-ScheduledTask -TaskName $task -ErrorAction SilentlyContinue
-    Register-ScheduledTask -TaskName $task -Xml $xml -Force | Out-Null
+    Register-ScheduledTask -TaskName $task @definition -Force | Out-Null
     Start-ScheduledTask -TaskName $task
     Write-Output "the agent runs as the Scheduled Task '$task'"
 }

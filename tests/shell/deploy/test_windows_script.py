@@ -9,13 +9,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
-from xml.etree import ElementTree
 
 import pytest
 import tree_sitter_powershell
 from tree_sitter import Language, Node, Parser
-
-from strata.fleet.agent.windows import agent_task
 
 SCRIPT: Final = Path(__file__).parents[3] / "scripts" / "install-training-worker-windows.ps1"
 SOURCE: Final = SCRIPT.read_bytes()
@@ -103,13 +100,14 @@ def test_it_stops_at_the_first_failure_and_forgets_the_variable_first() -> None:
     ]
 
 
-def test_the_task_it_registers_is_what_the_scheduler_reads() -> None:
-    made = agent_task(r"C:\Strata & co\strata.exe", r"C:\a b\state", r"C:\a b\work", r"HOST\me", r"C:\a b")
-    root = ElementTree.fromstring(made.partition("?>")[2])
-    there = {element.tag.rpartition("}")[2]: element.text for element in root.iter()}
-    assert there["Command"] == r"C:\Strata & co\strata.exe"
-    assert there["Arguments"] == r'agent --state "C:\a b\state" --work "C:\a b\work" --log-format json'
-    assert "agent_task(*sys.argv[1:])" in SOURCE.decode()
+def test_the_task_runs_the_agent_with_its_folders_and_without_a_time_limit() -> None:
+    (arguments,) = [line for line in SOURCE.decode().splitlines() if line.startswith('    $arguments = "agent ')]
+    assert arguments.endswith('"agent --state `"$state`" --work `"$work`" --log-format json"')
+    parts = {text(command).partition(" ")[0]: text(command) for command in commands(SOURCE)}
+    assert "-Execute $strata -Argument $arguments" in parts["New-ScheduledTaskAction"]
+    assert "-ExecutionTimeLimit 0" in parts["New-ScheduledTaskSettingsSet"]
+    assert "-RunLevel Limited" in parts["New-ScheduledTaskPrincipal"]
+    assert "@definition" in parts["Register-ScheduledTask"]
 
 
 def test_both_installers_have_the_same_options() -> None:

@@ -1,4 +1,6 @@
-"""Prepares an attempt: from a lease to the spec that a supervisor can run (source, checkpoint, environment)."""
+"""Prepares an attempt: from a lease to the spec of a supervisor (source, data, environment, checkpoint, secrets), and
+how long old sources and partial files stay in the work folder.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.agent import environment, trainer_source
+from strata.fleet.agent import environment_variables, trainer_source
 from strata.fleet.agent.attempt_folder import (
     AttemptPaths,
     JobUser,
@@ -64,6 +66,8 @@ class HostContext:
     sandbox: HostSandbox = UNCONFINED
     is_local: bool = True
     """The hub is on this machine, and the host has a bearer secret instead of certificates."""
+    is_ephemeral: bool = False
+    """Its agent removes it from the fleet when it stops."""
 
     @property
     def uid(self) -> int | None:
@@ -149,7 +153,7 @@ def prepare_attempt(
         paths,
         host.cache,
         trainer_source.SourceFetcher(lambda artifact: download_as_tar(host.hub, artifact), host.hub.source),
-        environ=environment.for_user(host.environ, "" if job_user is None else job_user.home),
+        environ=environment_variables.for_user(host.environ, "" if job_user is None else job_user.home),
         job_user=job_user,
     )
     if lease.resumed:
@@ -165,7 +169,7 @@ def prepare_attempt(
         venv, facts = built.path, facts | {"environment": built.facts}
     server = _prepare_server(host, lease, paths) if lease.spec.kind == "server" else {}
     gang = prepare_member(lease, paths, job_user, settings.sandbox) if lease.spec.gang is not None else {}
-    inputs = environment.JobInputs(
+    inputs = environment_variables.JobInputs(
         devices=devices,
         venv=venv,
         secrets=lease.secrets,
@@ -219,14 +223,14 @@ def _supervisor_spec(
     trainer: TrainerSpec,
     paths: AttemptPaths,
     cwd: Path,
-    inputs: environment.JobInputs,
+    inputs: environment_variables.JobInputs,
 ) -> SupervisorSpec:
     settings, job_user = host.settings, host.job_user
     command = job_command(trainer, settings.interpreter or sys.executable)
     return SupervisorSpec(
         command=command if lease.spec.gang is None else member_command(lease, paths, command),
         cwd=str(cwd),
-        env=environment.job_environment(
+        env=environment_variables.job_environment(
             lease,
             trainer,
             paths,

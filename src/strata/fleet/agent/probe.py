@@ -1,7 +1,8 @@
-"""Probes what this host is: hardware, interpreter, limits. Limits of a container count, not those of its machine."""
+"""Probes what this host is (cores, memory, GPUs, Python, torch, CUDA, limits of its container), and samples its use."""
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import os
 import platform
@@ -220,9 +221,10 @@ def query_interpreter(interpreter: str, environ: Mapping[str, str], *, with_cuda
 
 def _physical_bytes() -> int:
     if sys.platform == "win32":
-        from strata.fleet.agent.windows import physical_bytes
-
-        return physical_bytes()
+        # MEMORYSTATUSEX: its own size, the bytes of memory, and six more numbers.
+        status = (ctypes.c_uint64 * 8)(64)
+        ctypes.WinDLL("kernel32").GlobalMemoryStatusEx(ctypes.byref(status))
+        return status[1]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -1,4 +1,6 @@
-"""The self-test of a host: what it must be able to do before it claims jobs, because otherwise it would fail them."""
+"""The self-test of a host before it claims jobs: disk space, clock skew, GPUs, child processes, folders, reachability;
+its checks and their wording.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.private import private_folder
 from strata.fleet.agent import supervised
 from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser, make_passable
-from strata.fleet.agent.environment import for_user
+from strata.fleet.agent.environment_variables import for_user
 from strata.fleet.agent.privsep import run_with_input
 from strata.fleet.agent.privsep_worker import CheckFolderExists
 from strata.fleet.agent.probe import ProbeResult

@@ -1,4 +1,5 @@
-"""The supervisor of one child (what containerd calls a shim): starts it once, keeps its log and exit code, ends it.
+"""The supervisor of one child, a small script of its own: starts it, bounds its log, watches limits, ends it with all
+its processes, and writes its exit status.
 
 The supervisor outlives the agent, so the next agent finds everything in files. It runs as a script, on the standard
 library alone, to start fast and stay small: `python -I -S supervisor.py FOLDER`. In FOLDER:
@@ -117,7 +118,6 @@ class ChildMonitor:
         self._stop_file = folder / "stop.json"
         self._timeout_s: float = spec["timeout_s"]
         self._grace_s: float = spec["grace_s"]
-        self._job = _job_object(child)
         self._began_s = time.monotonic()
         self._kill_at_s: float | None = None
         self._reap_at_s = self._began_s + REAP_S
@@ -164,8 +164,9 @@ class ChildMonitor:
 
     def _terminate(self) -> None:
         """SIGTERM, once to each process: a second one could interrupt a program's shutdown."""
-        if self._job is not None:
-            self._child.terminate()
+        if sys.platform == "win32":
+            # It has no SIGTERM.
+            self._kill()
             return
         pids = descendants(os.getpid())
         if self._wrapped:
@@ -179,8 +180,10 @@ class ChildMonitor:
                 os.kill(pid, signal.SIGTERM)
 
     def _kill(self) -> None:
-        if self._job is not None:
-            self._job()
+        if sys.platform == "win32":
+            # By the parents that processes name: what outlives the child stays.
+            command = ["taskkill", "/F", "/T", "/PID", str(self._child.pid)]
+            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._child.pid, signal.SIGKILL)
@@ -482,14 +485,6 @@ def _lock(path: Path) -> int | None:
         else:
             return descriptor
     return None
-
-
-def _job_object(child: subprocess.Popen[bytes]) -> Callable[[], None] | None:
-    """Returns the function that ends the child and all it started, on Windows."""
-    if os.name != "nt":
-        return None
-    terminate: Callable[[], None] = _load_sibling("windows").job_object_of(child.pid).terminate
-    return terminate
 
 
 def _load_sibling(name: str) -> Any:
