@@ -22,7 +22,7 @@ HEARTBEAT_GOAL: Final = 0.85
 BATCHED_LIMIT: Final = 80_000
 ACK_GOAL: Final = 0.6
 ACK_LIMIT_MS: Final = 10.0
-OFFERED: Final = 2_000
+OFFERED: Final = 1_500
 
 
 @dataclass(frozen=True)

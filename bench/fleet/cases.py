@@ -35,7 +35,7 @@ from typing import Final
 import uvloop
 
 from bench.fleet import hub_http
-from bench.fleet.rows import FLEET, HOSTS, RARE, BarePostgres, BareSqlite, postgres_store, sqlite_store
+from bench.fleet.rows import CLAIMANTS, FLEET, HOSTS, RARE, BarePostgres, BareSqlite, postgres_store, sqlite_store
 from bench.interleave import Comparison, Measure, interleave
 from bench.percentiles import percentile
 from bench.report import Report
@@ -91,18 +91,24 @@ class Claimer:
     of a store has a prefix of its own, and a job that comes a second time ends the bench.
     """
 
-    def __init__(self, store: Store, classes: Iterable[int] = (1,), prefix: str = "c") -> None:
+    def __init__(self, store: Store, classes: Iterable[int] = (1,), prefix: str = "c", hosts: int = FLEET) -> None:
         self._store = store
+        self._hosts = hosts
         self._classes = dict.fromkeys(classes, ONE_SLOT)
         self._prefix = prefix
         self._names: Iterator[int] = itertools.count(1)
         self._given: set[str] = set()
+        self._holding: set[str] = set()
         self._queue = ClaimQueue(store.leases, LEASE_S, lambda: 1.0)
 
     def _claim(self, host: int | None = None) -> Claim:
         number = next(self._names)
-        host_id = f"host_{number % FLEET if host is None else host}"
-        return Claim(host_id=host_id, claim_id=f"{self._prefix}{number}", classes=self._classes, capacity=CAPACITY)
+        host_id = f"host_{number % self._hosts if host is None else host}"
+        idle = host_id not in self._holding
+        self._holding.add(host_id)
+        return Claim(
+            host_id=host_id, claim_id=f"{self._prefix}{number}", classes=self._classes, capacity=CAPACITY, idle=idle
+        )
 
     async def one(self, host: int | None = None) -> list[JobLease]:
         (leases,) = await self._store.leases.claim([self._claim(host)], LEASE_S, 1.0)
@@ -170,7 +176,10 @@ async def measure(report: Report, turns: Turns) -> None:
 
 async def _sqlite(report: Report, folder: Path, turns: Turns) -> None:
     many, each = turns.many["sqlite"], turns.claims
-    few, lots = await sqlite_store(folder / "few.db", FEW), await sqlite_store(folder / "many.db", many)
+    few, lots = (
+        await sqlite_store(folder / "few.db", FEW),
+        await sqlite_store(folder / "many.db", many, hosts=CLAIMANTS),
+    )
     bare = await BareSqlite.open(folder / "bare.db", many)
 
     async def bare_claim(client: int = 0) -> None:
@@ -180,7 +189,7 @@ async def _sqlite(report: Report, folder: Path, turns: Turns) -> None:
     async def bare_batch() -> None:
         bare.claim(BATCH)
 
-    claims, of_few = Claimer(lots), Claimer(few)
+    claims, of_few = Claimer(lots, hosts=CLAIMANTS), Claimer(few)
     few_each = max(2, each // 10)
     found = await interleave(_at_once(claims.queued, few_each), _at_once(bare_claim, few_each), turns.rounds)
     note = f"{many:,} pending, {HOSTS} hosts at once; bare: the same writes, a commit each"
@@ -212,11 +221,11 @@ async def _sqlite(report: Report, folder: Path, turns: Turns) -> None:
 
 async def _postgres(report: Report, server: PostgresServer, turns: Turns) -> None:
     many, each = turns.many["postgres"], turns.claims
-    lots = await postgres_store(server.create_database(), many)
+    lots = await postgres_store(server.create_database(), many, hosts=CLAIMANTS)
     bare = await BarePostgres.open(server.create_database(), many, CONNECTIONS, queue_only=True)
     records = await BarePostgres.open(server.create_database(), min(many, 20 * FEW), CONNECTIONS)
     few = await postgres_store(server.create_database(), FEW)
-    claims, of_few = Claimer(lots), Claimer(few)
+    claims, of_few = Claimer(lots, hosts=CLAIMANTS), Claimer(few)
 
     async def compare(case: str, ours: Measure, theirs: Measure, note: str, *, goal: float | None = GOAL) -> None:
         report.add(case, "claims/s", await interleave(ours, theirs, turns.rounds), goal=goal, note=note)
@@ -237,6 +246,11 @@ async def _postgres(report: Report, server: PostgresServer, turns: Turns) -> Non
     )
     theirs = _rate(records.claim_with_records, each)
     await compare("postgres.claim.one.records", one, theirs, "bare: also job, attempt and event")
+    held = await postgres_store(server.create_database(), FEW)
+    holding = _rate(Claimer(held, hosts=8).one, each)
+    note = "8 hosts with leases, one claim at a time; bare: also job, attempt and event"
+    await compare("postgres.claim.one.holding", holding, theirs, note, goal=None)
+    await held.close()
     await _flat(report, "postgres", (claims.one, of_few.one), many, turns)
     batch = _rate(claims.batch, few_each, BATCH)
     theirs = _rate(lambda: bare.claim(BATCH), few_each, BATCH)

@@ -25,7 +25,9 @@ from strata.hub.tables import open_tables
 
 HOSTS: Final = 64
 FLEET: Final = 4096
-"""Hosts that claim in turn: each has room for one job in the end, and holds as few leases as a host does."""
+"""Hosts of a fleet."""
+CLAIMANTS: Final = 32_768
+"""Hosts that claim in turn: so many that each has one claim, for which it holds nothing, as a host with one slot."""
 FILL_S: Final = 3600.0
 _COLUMNS: Final = (
     "id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason, artifact, declared,"
@@ -51,14 +53,14 @@ FROM (SELECT n, CASE WHEN :classes = {RARE} THEN n % 100 = 0 ELSE n % :classes E
 """
 _HOST_COLUMNS: Final = "id, name, capability, registered_at, state, state_reason, agent_version, pool"
 _SQLITE_HOSTS: Final = f"""
-WITH RECURSIVE numbers (n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM numbers WHERE n < {FLEET - 1})
+WITH RECURSIVE numbers (n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM numbers WHERE n < :hosts - 1)
 INSERT INTO host ({_HOST_COLUMNS})
 SELECT 'host_' || n, 'h' || n, CAST('{{"hostname":"h","slots":64}}' AS BLOB), 0.0, 'active', '', '', '' FROM numbers
 """
 _POSTGRES_HOSTS: Final = f"""
 INSERT INTO host ({_HOST_COLUMNS})
 SELECT 'host_' || n, 'h' || n, convert_to('{{"hostname":"h","slots":64}}', 'UTF8'), 0, 'active', '', '', ''
-FROM generate_series(0, {FLEET - 1}) AS n
+FROM generate_series(0, %(hosts)s - 1) AS n
 """
 _LEASE: Final = "lease (job_id, host_id, epoch, expires_at, expired)"
 _ATTEMPT: Final = (
@@ -105,21 +107,21 @@ async def _fill_postgres(connection: Any, jobs: int, classes: int, owners: int =
     await connection.execute(_READY)
 
 
-async def sqlite_store(path: Path, jobs: int, classes: int = 1, owners: int = 1) -> FleetStore:
+async def sqlite_store(path: Path, jobs: int, classes: int = 1, owners: int = 1, hosts: int = FLEET) -> FleetStore:
     thread = await SqliteThread.open(path, SqliteComponents([events.SQLITE, sqlite_tables.COMPONENT]))
     store = build_sqlite_store(thread)
     await thread.write(lambda db: _fill_sqlite(db, jobs, classes, owners))
-    await thread.write(lambda db: db.execute(_SQLITE_HOSTS))
+    await thread.write(lambda db: db.execute(_SQLITE_HOSTS, {"hosts": hosts}))
     return store
 
 
-async def postgres_store(url: str, jobs: int, classes: int = 1, owners: int = 1) -> FleetStore:
+async def postgres_store(url: str, jobs: int, classes: int = 1, owners: int = 1, hosts: int = FLEET) -> FleetStore:
     connections = Connections(url, 8, FILL_S, what="bench", by_index=True)
     async with connections.acquire() as connection:
         await upgrade_postgres(connection, [events.POSTGRES, postgres_tables.COMPONENT])
     async with connections.transaction() as connection:
         await _fill_postgres(connection, jobs, classes, owners)
-        await connection.execute(_POSTGRES_HOSTS)
+        await connection.execute(_POSTGRES_HOSTS, {"hosts": hosts})
     async with connections.acquire() as connection:
         await connection.execute("VACUUM ANALYZE")
     return build_postgres_store(connections)

@@ -48,7 +48,7 @@ ALLOWED: Final = {
         "cache / name": "a PathName of path_names",
         "Path(trainer.directory)": "the host's own folder: the job's user enters it, and the agent does not",
     },
-    "environment.py": {
+    "environment_variables.py": {
         "Path(venv)": "for the PATH of the job; the agent opens nothing there",
     },
     "host_cache.py": {

@@ -1,4 +1,5 @@
-"""Commands that people run inside a running job (`strata exec`): requested at the hub, run by the host of the job.
+"""Commands in running jobs (`strata exec`) at the hub: at most 4 open in a job and 2 MiB of output, the times until
+they must start and report, and who may request one.
 
 An exec belongs to one attempt, by its epoch, and ends with that attempt's lease. Its host learns of it with a
 heartbeat, and runs it only after the hub has recorded which process of the agent does: at most once.
@@ -30,7 +31,7 @@ class RequestedExec:
     actor: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ExecRow:
     id: str
     job_id: str

@@ -1,4 +1,6 @@
-"""Routes of hosts: register, claim jobs, renew leases, report the end of an attempt."""
+"""Routes of agents: register, claim, renew by heartbeat, complete, fail, publish a server, leave; and what a lease
+reply contains (secrets, front key, gang token).
+"""
 
 from __future__ import annotations
 
@@ -72,6 +74,7 @@ async def register(call: HubCall, body: RegisterRequest) -> RegisterReply:
             agent_version=body.agent_version,
             pool=identity.pool,
             labels=_labels(identity),
+            ephemeral=identity.ephemeral,
         ),
         call.actor,
     )
@@ -199,8 +202,7 @@ async def leave(call: HubCall) -> None:
     """This host goes for good: it gets no more jobs, and its credentials end."""
     context = call.context
     host_id = call.caller.require_host()
-    registered = {host.id for host in await context.fleet.hosts.all()}
-    if host_id in registered:
+    if await context.fleet.hosts.find(host_id):
         await context.fleet.hosts.set_state(host_id, "left", "it left", call.actor)
     await context.identity.revoke_host(host_id, "it left", call.actor, context.clock.wall_s())
     context.authenticator.invalidate()

@@ -1,4 +1,4 @@
-"""One hub's fleet: its parts, put together."""
+"""Puts the parts of one hub's fleet together (`Fleet`), and has the counts that all read."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ class Fleet:
         hosts, uses = Counter[str](), list[float]()
         for host in roster.hosts():
             online = roster.online(host, now_s)
+            if host.ephemeral and not online:
+                continue
             hosts[("online" if online else "offline") if host.state == "active" else host.state] += 1
             if online:
                 uses += [use for name, use in self.samples.newest(host.id).items() if name.endswith("/use")]

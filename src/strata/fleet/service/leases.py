@@ -1,4 +1,5 @@
-"""What hosts report of their leases, and the leases that run out.
+"""Renewal and end of leases, and the tick (every 1 s) that expires them, frees backoffs and records silent hosts; with
+the grace after an outage of the hub.
 
 Leases may expire only after the hub could receive renewals for one full lease term (`core.lease.may_expire_leases`); an
 outage of the database or a frozen hub restarts that grace period.
@@ -18,7 +19,7 @@ from strata.fleet.core.amounts import MemoryLimits, more_memory
 from strata.fleet.core.job import Cause
 from strata.fleet.core.lease import SUSPECT_S, may_expire_leases
 from strata.fleet.core.match import eligible
-from strata.fleet.records import AttemptKey, JobCompletion, JobFailure, JobRow, Renewal, RenewalResult
+from strata.fleet.records import AttemptKey, HostRow, JobCompletion, JobFailure, JobRow, Renewal, RenewalResult
 from strata.fleet.service.claims import ClaimService
 from strata.fleet.service.hosts import HostService
 from strata.fleet.service.state import FleetState
@@ -114,11 +115,24 @@ class LeaseService:
         larger = [host_id for host_id, each in profiles.items() if eligible(raised, each).eligible]
         return replace(failure, memory=memory), larger
 
+    async def hosts_to_forget(self) -> Sequence[HostRow]:
+        """The ephemeral hosts that have been silent for too long; none while hosts could not reach this hub."""
+        now_s = self._state.now_s()
+        if self._was_blind(now_s) or not self._may_expire(now_s):
+            return []
+        return await self._hosts.silent()
+
+    def _was_blind(self, now_s: float) -> bool:
+        # How late the tick is, without its interval: a lease may be not much longer than that.
+        return now_s - self._ticked_at_s - TICK_S > self._state.lease_s / 3
+
+    def _may_expire(self, now_s: float) -> bool:
+        return may_expire_leases(now_s=now_s, observing_since_s=self._observing_since_s, lease_s=self._state.lease_s)
+
     async def tick(self) -> None:
         """Once a second: write heartbeats, release backoffs, and expire leases if the grace period is over."""
         now_s = self._state.now_s()
-        # How late the tick is, without its interval: a lease may be not much longer than that.
-        if now_s - self._ticked_at_s - TICK_S > self._state.lease_s / 3:
+        if self._was_blind(now_s):
             # The hub was frozen or had no database: no host could renew its leases meanwhile.
             _log.warning(
                 "lease_expiry_suspended",
@@ -131,7 +145,7 @@ class LeaseService:
         if released:
             failpoint("fleet.ripen.committed")
         expired: Sequence[JobRow] = ()
-        if may_expire_leases(now_s=now_s, observing_since_s=self._observing_since_s, lease_s=self._state.lease_s):
+        if self._may_expire(now_s):
             expired = await self._store.leases.expire(now_s)
             if expired:
                 failpoint("fleet.sweep.committed")

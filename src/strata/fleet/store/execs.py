@@ -1,8 +1,9 @@
-"""The table of execs."""
+"""SQL of the table of execs: add, start, end, expire; rows are kept for a day."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -33,6 +34,7 @@ POSTGRES: Final = Component(
 )
 SQLITE: Final = POSTGRES.in_sqlite()
 _COLUMNS: Final = "id, job_id, epoch, host_id, actor, command, timeout, expires_at, run, status, error, ended_at"
+"""The columns in the order of the fields of `ExecRow`."""
 _LEASED: Final = (
     "EXISTS (SELECT 1 FROM job WHERE job.id = exec.job_id AND job.epoch = exec.epoch"
     " AND job.status IN ('claimed', 'running'))"
@@ -60,7 +62,7 @@ _EXPIRE: Final = (
     " WHEN run = '' THEN 'its host did not start it in time' ELSE 'its host did not report its end' END,"
     f" ended_at = :now WHERE ended_at IS NULL AND (expires_at <= :now OR NOT {_LEASED}) RETURNING {_COLUMNS}"
 )
-_decode_command: Final = msgspec.json.Decoder(tuple[str, ...]).decode
+_decode_command: Final[Callable[[Any], tuple[str, ...]]] = msgspec.json.Decoder(tuple[str, ...]).decode
 
 Event = Callable[[ExecRow], EventRecord]
 
@@ -138,20 +140,4 @@ def _ended(row: ExecRow, actor: str, now_s: float) -> EventRecord:
 
 
 def _decode(rows: Sequence[tuple[Any, ...]]) -> Sequence[ExecRow]:
-    return [
-        ExecRow(
-            id=id_,
-            job_id=job_id,
-            epoch=epoch,
-            host_id=host_id,
-            actor=actor,
-            command=_decode_command(command),
-            timeout_s=timeout,
-            expires_at_s=expires_at,
-            run=run,
-            status=status,
-            error=error,
-            ended_at_s=ended_at,
-        )
-        for id_, job_id, epoch, host_id, actor, command, timeout, expires_at, run, status, error, ended_at in rows
-    ]
+    return [replace(row, command=_decode_command(row.command)) for row in (ExecRow(*each) for each in rows)]

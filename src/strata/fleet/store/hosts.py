@@ -1,4 +1,4 @@
-"""Hosts: their registration, heartbeats and states, and what they hold or refuse."""
+"""SQL of hosts: registration, heartbeats, states, what they hold, and which jobs they refuse."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from strata.fleet.store.queue import record
 from strata.fleet.store.rows import LEASED, decode_taken, encode
 
 _COLUMNS: Final = (
-    "id, name, capability, registered_at, state, state_reason, coalesce(seen, 0), agent_version, pool, labels"
+    "id, name, capability, registered_at, state, state_reason, coalesce(seen, 0), agent_version, pool, labels,"
+    " ephemeral"
 )
 _SEEN: Final = 6
 """The place in `_COLUMNS` of what changes with every heartbeat."""
 _SELECT: Final = f"SELECT {_COLUMNS} FROM host LEFT JOIN host_beat ON host_id = id"
 _REGISTER: Final = (
-    "INSERT INTO host (id, name, capability, registered_at, state, state_reason, agent_version, pool, labels)"
-    " VALUES (:id, :name, :capability, :registered_at, 'active', '', :agent_version, :pool, :labels)"
+    "INSERT INTO host"
+    " (id, name, capability, registered_at, state, state_reason, agent_version, pool, labels, ephemeral)"
+    " VALUES (:id, :name, :capability, :registered_at, 'active', '', :agent_version, :pool, :labels, :ephemeral)"
     " ON CONFLICT (id) DO UPDATE SET name = excluded.name, capability = excluded.capability,"
     " agent_version = excluded.agent_version, pool = excluded.pool, labels = excluded.labels,"
     " state = CASE host.state WHEN 'left' THEN 'active' ELSE host.state END"
@@ -44,7 +46,7 @@ _HEARTBEATS: Final = (
 _LOSE: Final = (
     "INSERT INTO host_lost (host_id, since)"
     " SELECT b.host_id, b.seen FROM host_beat b JOIN host h ON h.id = b.host_id WHERE b.seen < :since"
-    " AND h.state <> 'left' AND NOT EXISTS (SELECT 1 FROM host_lost l WHERE l.host_id = b.host_id)"
+    " AND h.state <> 'left' AND NOT h.ephemeral AND NOT EXISTS (SELECT 1 FROM host_lost l WHERE l.host_id = b.host_id)"
     " ON CONFLICT DO NOTHING RETURNING host_id, since"
 )
 _HELD: Final = f"SELECT a.host_id, a.taken FROM lease l CROSS JOIN attempt a WHERE {LEASED}"
@@ -82,6 +84,7 @@ class HostTable:
                 "agent_version": host.agent_version,
                 "pool": host.pool,
                 "labels": encode(dict(host.labels)),
+                "ephemeral": host.ephemeral,
             }
             await tx.execute(_REGISTER, values)
             await tx.execute(_FORGET_REFUSALS, {"host": host.id})
@@ -145,14 +148,7 @@ class HostTable:
         held: dict[str, list[HostJob]] = {}
         for host_id, job_id, label, owner, status, epoch, claimed_at_s, taken, serving in rows:
             job = HostJob(
-                job_id=job_id,
-                label=label,
-                owner=owner,
-                status=JobStatus(status),
-                epoch=epoch,
-                claimed_at_s=claimed_at_s,
-                taken=decode_taken(taken),
-                serving=bool(serving),
+                job_id, label, owner, JobStatus(status), epoch, claimed_at_s, decode_taken(taken), bool(serving)
             )
             held.setdefault(host_id, []).append(job)
         return held
@@ -183,16 +179,8 @@ async def _record_heartbeats(tx: Transaction, seen: Mapping[str, float]) -> None
 
 
 def _decode_host(row: Sequence[Any]) -> HostRow:
-    id_, name, capability, registered, state, state_reason, seen, agent_version, pool, labels = row
+    id_, name, capability, registered, state, reason, seen, version, pool, labels, ephemeral = row
+    decoded = _decode_capability(bytes(capability))
     return HostRow(
-        id=id_,
-        name=name,
-        capability=_decode_capability(bytes(capability)),
-        registered_at_s=registered,
-        state=state,
-        state_reason=state_reason,
-        seen_at_s=seen,
-        agent_version=agent_version,
-        pool=pool,
-        labels=_decode_labels(labels),
+        id_, name, decoded, registered, state, reason, seen, version, pool, _decode_labels(labels), bool(ephemeral)
     )

@@ -1,4 +1,4 @@
-"""Jobs as people see and change them: lists, attempts, sweeps, servers; cancel, requeue, archive."""
+"""SQL of jobs for people: show, attempts, refusals, sweeps, trials, cancel, requeue, archive, published servers."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ _ATTEMPTS: Final = (
     "SELECT job_id, number, epoch, host_id, claimed_at, started_at, ended_at, outcome, cause, error, artifact,"
     " checkpoint, facts, trainer_digest, taken FROM attempt WHERE job_id = :job ORDER BY epoch"
 )
+_ATTEMPT_FIELDS: Final = (
+    "job_id", "attempt", "epoch", "host_id", "claimed_at_s", "started_at_s", "ended_at_s", "outcome", "cause", "error",
+    "artifact", "checkpoint", "facts", "trainer_digest", "taken",
+)  # fmt: skip
 _SERVERS: Final = (
     f"SELECT s.epoch, s.address, s.models, s.used_at, j.* FROM server s JOIN (SELECT {JOB} FROM job) j"
     " ON j.id = s.job_id ORDER BY s.job_id"
@@ -173,22 +177,6 @@ class JobTable:
 
 
 def _decode_attempt(row: Sequence[Any]) -> AttemptRow:
-    (job_id, number, epoch, host, claimed, started, ended, outcome, cause, error, artifact, checkpoint, facts,
-     trainer_digest, taken) = row  # fmt: skip
-    return AttemptRow(
-        job_id=job_id,
-        attempt=number,
-        epoch=epoch,
-        host_id=host,
-        claimed_at_s=claimed,
-        started_at_s=started,
-        ended_at_s=ended,
-        outcome=outcome,
-        cause=Cause(cause) if cause else None,
-        error=error,
-        artifact=artifact,
-        checkpoint=checkpoint,
-        facts=decode_facts(facts),
-        trainer_digest=trainer_digest,
-        taken=decode_taken(taken),
-    )
+    fields: dict[str, Any] = dict(zip(_ATTEMPT_FIELDS, row, strict=True))
+    cause, facts, taken = fields["cause"], decode_facts(fields["facts"]), decode_taken(fields["taken"])
+    return AttemptRow(**fields | {"cause": Cause(cause) if cause else None, "facts": facts, "taken": taken})

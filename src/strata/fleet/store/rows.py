@@ -1,4 +1,6 @@
-"""What several stores of the fleet read and write alike: conditions, columns of jobs, and the values in them."""
+"""SQL fragments and decoders that several stores share: columns of a job, conditions such as hidden, unfinished and
+held.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,12 @@ JOB: Final = (
     "id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason, artifact, declared,"
     " orphaned, waits_for, attempts, trainer_digest, submitted_by, owner, archived, superseded, seq"
 )
+_JOB_FIELDS: Final = (
+    "id", "spec", "class_id", "status", "epoch", "created_at_s", "changed_at_s", "not_before_s", "host_id", "reason",
+    "artifact", "declared", "orphaned", "waits_for", "attempt", "trainer_digest", "submitted_by", "owner", "archived",
+    "superseded", "seq", "newer",
+)  # fmt: skip
+"""The fields of `JOB`, and one that lists alone have."""
 HIDDEN: Final = "((archived OR superseded) AND status IN ('completed', 'failed', 'cancelled'))"
 """Jobs that a list leaves out unless it is asked for all."""
 UNFINISHED_JOB: Final = "status IN ('pending', 'claimed', 'running')"
@@ -40,32 +48,10 @@ def class_keys(specs: Iterable[JobSpec]) -> dict[bytes, str]:
 
 
 def decode_job(row: Sequence[Any]) -> JobRow:
-    (id_, spec, class_id, status, epoch, created, changed, not_before, host, reason, artifact, declared, orphaned,
-     waits_for, attempts, trainer_digest, submitted_by, owner, archived, superseded, seq, *newer) = row  # fmt: skip
-    return JobRow(
-        id=id_,
-        spec=decode_spec(spec),
-        class_id=class_id,
-        status=JobStatus(status),
-        epoch=epoch,
-        attempt=attempts,
-        created_at_s=created,
-        changed_at_s=changed,
-        not_before_s=not_before,
-        host_id=host,
-        reason=reason,
-        artifact=artifact,
-        declared=bool(declared),
-        orphaned=bool(orphaned),
-        waits_for=waits_for,
-        trainer_digest=trainer_digest,
-        submitted_by=submitted_by,
-        owner=owner,
-        archived=bool(archived),
-        superseded=bool(superseded),
-        newer=newer[0] if newer else 0,
-        seq=seq,
-    )
+    fields: dict[str, Any] = dict(zip(_JOB_FIELDS, row, strict=False))
+    fields["spec"], fields["status"] = decode_spec(fields["spec"]), JobStatus(fields["status"])
+    fields |= {name: bool(fields[name]) for name in ("declared", "orphaned", "archived", "superseded")}
+    return JobRow(**fields)
 
 
 def decode_taken(text: bytes) -> Taken:
@@ -84,17 +70,9 @@ def decode_amounts(text: bytes) -> Amounts:
 
 def decode_lease(job_id: str, epoch: int, row: Sequence[Any]) -> JobLease:
     host_id, expires_at_s, spec, checkpoint, digest, trainer, taken = row
-    return JobLease(
-        job_id=job_id,
-        epoch=epoch,
-        host_id=host_id,
-        expires_at_s=expires_at_s,
-        spec=decode_spec(spec),
-        trainer=None if trainer is None else decode_trainer(trainer),
-        checkpoint=checkpoint,
-        trainer_digest=digest,
-        taken=taken if isinstance(taken, Taken) else decode_taken(taken),
-    )
+    decoded = None if trainer is None else decode_trainer(trainer)
+    taken = taken if isinstance(taken, Taken) else decode_taken(taken)
+    return JobLease(job_id, epoch, host_id, expires_at_s, decode_spec(spec), decoded, checkpoint, digest, taken)
 
 
 def decode_open_attempt(row: Sequence[Any]) -> OpenAttempt:

@@ -81,15 +81,16 @@ DELETE FROM lease USING displaced d WHERE lease.job_id = d.job_id
 """
 """End attempts whose lease had expired, and whose place on the host goes to another now."""
 
-_IDLE: Final = """
-(SELECT state FROM host WHERE id = {host}) = 'active'
-AND (SELECT count(*) FROM attempt a WHERE a.claim_id = {claim} AND a.host_id = {host}) = 0
-AND (SELECT count(*) FROM attempt a WHERE a.host_id || '' = {host} AND a.ended_at IS NULL) = 0
-AND (SELECT count(*) FROM reservation v WHERE v.host_id = {host} AND v.kind <> 'missed') = 0
+OPENED: Final = f"""
+WITH opened AS MATERIALIZED ({OPEN})
 """
-"""A new claim of a host that holds nothing and is not reserved, after `open_claims` has locked the host."""
-IDLE: Final = _IDLE.format(host="w.host", claim="w.claim")
-ONE_IDLE: Final = f"SELECT {_IDLE.format(host='%(host)s::text', claim='%(claim)s::text')}"
+"""The statement around `open_claims` sees the snapshot from before the lock, its own queries see what is there then."""
+FREE: Final = """
+w.host NOT IN (SELECT host FROM opened WHERE claim IS NULL)
+AND (w.host, w.claim) IN (SELECT host, claim FROM opened WHERE claim IS NOT NULL)
+"""
+"""A new claim of a host that holds nothing and is not reserved."""
+ONE_FREE: Final = "(SELECT array_agg(claim) FROM opened) = ARRAY[%(claim)s::text]"
 
 MINE: Final = """
 (SELECT count(*) FROM job_refusal x WHERE x.seq = r.seq AND x.host_id = ANY(%(hosts)s::text[])) = 0
@@ -99,7 +100,7 @@ MINE: Final = """
 ONE: Final = f"""
   SELECT r.seq, 1 AS place, %(host)s::text AS host, %(claim)s::text AS claim, %(taken)s::text AS taken
   FROM ready r JOIN job j USING (seq)
-  WHERE r.class_id = %(class)s AND r.since <= %(latest)s AND ({{one_idle}})
+  WHERE r.class_id = %(class)s AND r.since <= %(latest)s AND {{free}}
     AND (SELECT count(*) FROM job_refusal x WHERE x.seq = r.seq AND x.host_id = %(host)s) = 0
   ORDER BY {queue_order("r")} LIMIT 1 FOR UPDATE OF r, j SKIP LOCKED
 """
@@ -108,7 +109,7 @@ ONE: Final = f"""
 SEVERAL: Final = f"""
   WITH fresh AS MATERIALIZED (
     SELECT host, claim, n, row_number() OVER (ORDER BY n) AS place
-    FROM unnest(%(hosts)s::text[], %(claims)s::text[]) WITH ORDINALITY AS w (host, claim, n) WHERE {{idle}}
+    FROM unnest(%(hosts)s::text[], %(claims)s::text[]) WITH ORDINALITY AS w (host, claim, n) WHERE {{free}}
   ), chosen AS MATERIALIZED (
     SELECT seq, kind, row_number() OVER (ORDER BY {queue_order("best")}) AS place FROM ({{best}}) AS best
   )
@@ -172,7 +173,7 @@ SPARE: Final = 4
 """More jobs than places are chosen: other transactions may have taken some."""
 
 TAKE: Final = f"""
-WITH given AS MATERIALIZED ({{given}}), gone AS (
+{{before}} given AS MATERIALIZED ({{given}}), gone AS (
   DELETE FROM ready USING given WHERE ready.seq = given.seq
 ), moved AS (
   UPDATE job SET status = '{target(JobEvent.CLAIM)}', epoch = epoch + 1, attempts = attempts + 1, changed_at = %(now)s,
@@ -201,10 +202,11 @@ WITH given AS MATERIALIZED ({{given}}), gone AS (
   UNION ALL
   SELECT %(now)s, 'hub', '{JOB_LOST}', job_id, convert_to('{{{{"epoch":' || epoch || '}}}}', 'UTF8') FROM replaced
 )
-SELECT host, claim, id, epoch, %(until)s::float8, moved.spec, checkpoint, trainer_digest, trainer.spec, taken
-FROM moved LEFT JOIN trainer ON trainer.digest = moved.trainer_digest ORDER BY place
+SELECT host, claim, id, epoch, %(until)s::float8, moved.spec, checkpoint, trainer_digest, trainer.spec, taken, place
+FROM moved LEFT JOIN trainer ON trainer.digest = moved.trainer_digest {{after}} ORDER BY place
 """
 """Removes the job from the queue, and begins a lease and an attempt, in one statement."""
+AND_OPENED: Final = "UNION ALL SELECT host, claim, NULL, 0, 0, NULL, NULL, NULL, NULL, NULL, 0 FROM opened"
 
 PREVIOUS_LEASES: Final = f"""
 SELECT a.host_id, a.claim_id, a.job_id, a.epoch, l.expires_at, j.spec, j.checkpoint, a.trainer_digest, t.spec, a.taken
@@ -244,14 +246,18 @@ async def _claim_for_idle_hosts(
 ) -> tuple[list[Any], set[_ClaimName]]:
     """Returns what was granted on the assumption that the hosts hold nothing, and the claims for which it was right."""
     statements = _idle_statements(named, times)
-    async with connections.pipeline() as connection:
-        opened = await connection.execute(OPEN, _names(list(named)), prepare=True, binary=True)
-        cursors = [await connection.execute(*each, prepare=True, binary=True) for each in statements]
-        failpoint("fleet.claim.written")
-    rows = await opened.fetchall()
-    found = [row for each in cursors for row in await each.fetchall()]
+    if len(statements) == 1:
+        rows = await connections.run(*statements[0])
+    else:
+        async with connections.pipeline() as connection:
+            # All hosts are locked first, and in order.
+            await connection.execute(OPEN, _names(list(named)), prepare=True, binary=True)
+            cursors = [await connection.execute(*each, prepare=True, binary=True) for each in statements]
+            failpoint("fleet.claim.written")
+        rows = [row for each in cursors for row in await each.fetchall()]
     holding = {host for host, claim, *_ in rows if claim is None}
-    return found, {(host, claim) for host, claim, *_ in rows if claim is not None and host not in holding}
+    settled = {(host, claim) for host, claim, job_id, *_ in rows if job_id is None and host not in holding}
+    return [row for row in rows if row[2] is not None], settled
 
 
 def _idle_statements(named: Mapping[_ClaimName, Claim], times: dict[str, float]) -> list[tuple[str, dict[str, Any]]]:
@@ -295,7 +301,7 @@ async def _claim_for_holding_hosts(
             if expired or number + 1 < len(turns):
                 # The next claim of a host sees what this one took, and expired leases give way to it.
                 taken = [row for each in cursors for row in await each.fetchall()]
-                for host_id, *_, each in taken:
+                for host_id, *_, each, _ in taken:
                     rooms[host_id].hold(decode_taken(each))
                 found += taken
                 cursors = []
@@ -308,7 +314,7 @@ async def _claim_for_holding_hosts(
 
 def _decode_lease(row: Sequence[Any]) -> JobLease:
     host_id, _, job_id, epoch, *rest = row
-    return decode_lease(job_id, epoch, (host_id, *rest))
+    return decode_lease(job_id, epoch, (host_id, *rest[:6]))
 
 
 async def _read_rooms(
@@ -417,7 +423,7 @@ def _claim_statement(
     if len(places) == len(classes) == 1 and not how:
         (((host, claim), _, _),) = places
         one = {"class": classes[0], "latest": latest[0], "host": host, "claim": claim, "taken": takes[0]}
-        return _statement(1, "one", idle=idle), {**one, **times}
+        return _statement(1, "one", idle=idle), {**one, **_names([(host, claim)]), **times}
     values = {
         "classes": _numbers(classes),
         "latest": _numbers(latest),
@@ -432,11 +438,12 @@ def _claim_statement(
 
 @lru_cache(256)
 def _statement(count: int, how: Literal["one", "first", "best", "picked"], *, idle: bool) -> str:
+    around = {"before": f"{OPENED}," if idle else "WITH", "after": AND_OPENED if idle else ""}
     if how == "one":
-        return TAKE.format(given=ONE.format(one_idle=ONE_IDLE if idle else "true"))
+        return TAKE.format(given=ONE.format(free=ONE_FREE if idle else "true"), **around)
     # A limit that is a parameter is planned as a tenth of the table: a sort of millions.
     best = {"best": BEST, "first": FIRST, "picked": PICKED}[how].format(count=count, spare=2 * count + 16)
-    return TAKE.format(given=SEVERAL.format(best=best, idle=IDLE if idle else "true"))
+    return TAKE.format(given=SEVERAL.format(best=best, free=FREE if idle else "true"), **around)
 
 
 def _names(names: Sequence[_ClaimName]) -> dict[str, str]:
