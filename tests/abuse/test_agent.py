@@ -732,7 +732,7 @@ def test_folders_without_end_are_refused_as_a_result_and_removed(host: HostConte
 
 
 @pytest.mark.attack(AREA, "a job without a sandbox reads the host's key", by_design=(
-    "docs/operations.md",
+    "docs/operations-security.md",
     "**Where a host has no sandbox, jobs run as the agent's user and can read its credentials**: whoever may submit"
     " jobs can act as that host.",
 ))  # fmt: skip

@@ -187,7 +187,7 @@ def test_a_client_certificate_is_no_role() -> None:
     "coordinator: who calls",
     "another user of the machine stops a job of a coordinator without tokens",
     by_design=(
-        "docs/coordinator.md",
+        "docs/coordinator-control.md",
         "Without a secret every user of the machine may call it as any worker or operator",
     ),
 )
@@ -201,7 +201,10 @@ async def test_loopback_without_tokens_is_open() -> None:
 @pytest.mark.attack(
     "coordinator: who calls",
     "health and reflection without a token",
-    by_design=("docs/coordinator.md", "Health and reflection need no token: they show the names of calls only."),
+    by_design=(
+        "docs/coordinator-control.md",
+        "Health and reflection need no token: they show the names of calls only.",
+    ),
 )
 async def test_reflection_shows_names_only(guarded: Running) -> None:
     assert await raw(guarded.channel, "/grpc.health.v1.Health/Check", b"") == b"\x08\x01"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -157,6 +158,21 @@ class Agent(Program):
         # The folders of a test are its own user's alone: no other user could run jobs there.
         own = {"STRATA_AGENT_MIN_FREE_GIB": "0", "STRATA_AGENT_SANDBOX_MODE": "off"}
         super().__init__(folder, "agent", "--state", str(state), **own)
+
+
+def checkout(to: Path) -> None:
+    """What a clone has, and what is not committed yet."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in listed.stdout.rstrip("\0").split("\0"):
+        if (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, to / name)
 
 
 def build_wheel(folder: Path) -> Path:

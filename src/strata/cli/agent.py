@@ -43,6 +43,11 @@ _work: Final = click.option(
     type=click.Choice(["preempt", "finish", "leave"]),
     help="On SIGTERM: preempt jobs, finish them, or leave them to the next agent (default preempt).",
 )
+@click.option(
+    "--until",
+    metavar="TIME",
+    help="Stop at TIME as at SIGTERM: 30m or 2h from now, or @ and seconds since 1970 (default: never).",
+)
 @log_format_option
 @click.pass_context
 def agent(ctx: click.Context, /, config: Path | None, **flags: str | None) -> None:
@@ -50,7 +55,8 @@ def agent(ctx: click.Context, /, config: Path | None, **flags: str | None) -> No
 
     This machine must have joined a hub ('strata join'). Every option can also be set in FILE or in the environment
     (STRATA_AGENT_SLOTS, …). SIGTERM stops the agent as --on-stop says, a second SIGTERM stops it at once. SIGUSR1 makes
-    it exit and leave running jobs to the next agent.
+    it exit and leave running jobs to the next agent. The agent of an ephemeral host ('strata invite --ephemeral')
+    removes it from the fleet when it stops.
     """
     if ctx.invoked_subcommand is not None:
         return

@@ -1,4 +1,5 @@
-"""The rows of the fleet's database as values, and what its ports take and return.
+"""The rows of the fleet's database as values (jobs, attempts, leases, hosts, sweeps, schedules), and what its ports
+take and return.
 
 A value that people get as it is has one shape: the messages of `wire` contain it, or begin with its fields.
 """
@@ -103,7 +104,7 @@ class AttemptRow(JobAttempt, frozen=True, kw_only=True):
     """What it has of its host, or had."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class JobLease:
     job_id: str
     epoch: int
@@ -229,7 +230,7 @@ class ServerRow:
         return "serving" if self.serving else "asleep" if self.asleep else ""
 
 
-class HostRow(msgspec.Struct, frozen=True, kw_only=True):
+class HostRow(msgspec.Struct, frozen=True):
     id: str
     name: str
     capability: Capability
@@ -242,9 +243,11 @@ class HostRow(msgspec.Struct, frozen=True, kw_only=True):
     pool: str = ""
     labels: dict[str, str] = {}
     """Labels of its invitation; those of its agent's settings are in `capability`, and count for wishes only."""
+    ephemeral: bool = False
+    """It exists for a time only."""
 
 
-class HostJob(msgspec.Struct, frozen=True, kw_only=True):
+class HostJob(msgspec.Struct, frozen=True):
     """A job that a host has, and the attempt there."""
 
     job_id: str
@@ -416,7 +419,7 @@ class StoredSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     submitter: Submitter
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ScheduleRow:
     project: str
     name: str

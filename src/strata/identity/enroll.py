@@ -1,4 +1,6 @@
-"""Enrolment of a host: an invitation, a certificate signing request, a certificate for a day, and its renewal."""
+"""Enrolment of hosts: how long an invite is valid (1,800 s), allowed names of hosts, joining, renewal of a host's
+certificate, and the making of API keys. Their formats are in `tokens`, their rows in `store`.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +51,13 @@ class Enrollment:
         pool: str = "",
         labels: tuple[str, ...] = (),
         valid_s: float = INVITE_S,
+        ephemeral: bool = False,
     ) -> JoinToken:
         by.require_role(Role.OPERATOR)
         if name:
             _check_name(name)
         secret, id_, now_s = new_secret(), new_id(), self._clock.wall_s()
-        invite = Invite(id_, hash_secret(secret), now_s, now_s + valid_s, pool, labels, name=name)
+        invite = Invite(id_, hash_secret(secret), now_s, now_s + valid_s, pool, labels, name=name, ephemeral=ephemeral)
         await self._store.add_invite(invite, by.actor)
         return JoinToken(self._authority.pin, id_, secret)
 

@@ -1,4 +1,4 @@
-"""What identity keeps: keys, invites, hosts and sessions of browsers."""
+"""The rows of identity as values: API keys, invites, hosts, browser sessions; and when a key is valid."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ class Invite:
     revoked_at_s: float | None = None
     name: str = ""
     """The only host it is for; empty: any name that is free."""
+    ephemeral: bool = False
+    """It enrolls any number of hosts until it expires, and all of them are ephemeral."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class HostIdentity:
     certificate_until_s: float = 0.0
     revoked_at_s: float | None = None
     revoked_because: str = field(default="")
+    ephemeral: bool = False
+    """It exists for a time only: when it is silent it is missed by nobody, and forgotten later."""
 
 
 @dataclass(frozen=True, slots=True)

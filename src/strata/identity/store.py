@@ -1,4 +1,6 @@
-"""The tables of identity in either database, what is read and written there, and what enrolling decides."""
+"""SQL of identity: keys, invites, hosts, sessions, revocation; and the errors when a join token, name or login link is
+used, revoked or expired.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +47,10 @@ POSTGRES: Final = Component(
         );
         CREATE TABLE identity_revision (id bigint PRIMARY KEY, revision bigint NOT NULL);
         """,
+        """
+        ALTER TABLE identity_invite ADD COLUMN ephemeral boolean NOT NULL DEFAULT false;
+        ALTER TABLE identity_host ADD COLUMN ephemeral boolean NOT NULL DEFAULT false;
+        """,
     ),
 )
 SQLITE: Final = POSTGRES.in_sqlite()
@@ -71,13 +77,36 @@ def _decode_key(row: Sequence[Any]) -> ApiKey:
 
 
 def _decode_invite(row: Sequence[Any]) -> Invite:
-    id_, secret_hash, made_at_s, expires_at_s, pool, labels, *rest = row
-    return Invite(id_, secret_hash, made_at_s, expires_at_s, pool, tuple(json.loads(labels)), *rest)
+    id_, secret_hash, made_at_s, expires_at_s, pool, labels, used_by, revoked_at_s, name, ephemeral = row
+    return Invite(
+        id_,
+        secret_hash,
+        made_at_s,
+        expires_at_s,
+        pool,
+        tuple(json.loads(labels)),
+        used_by,
+        revoked_at_s,
+        name,
+        bool(ephemeral),
+    )
 
 
 def _decode_host(row: Sequence[Any]) -> HostIdentity:
-    id_, name, public_key, enrolled_at_s, pool, labels, *rest = row
-    return HostIdentity(id_, name, public_key, enrolled_at_s, pool, tuple(json.loads(labels)), *rest)
+    id_, name, public_key, enrolled_at_s, pool, labels, secret_hash, until_s, revoked_at_s, because, ephemeral = row
+    return HostIdentity(
+        id_,
+        name,
+        public_key,
+        enrolled_at_s,
+        pool,
+        tuple(json.loads(labels)),
+        secret_hash,
+        until_s,
+        revoked_at_s,
+        because,
+        bool(ephemeral),
+    )
 
 
 def _decode_session(row: Sequence[Any]) -> BrowserSession:
@@ -87,11 +116,12 @@ def _decode_session(row: Sequence[Any]) -> BrowserSession:
 
 _KEYS: Final = _Table("key", "id, name, role, secret_hash, made_at, expires_at, revoked_at, used_at", _decode_key)
 _INVITES: Final = _Table(
-    "invite", "id, secret_hash, made_at, expires_at, pool, labels, used_by, revoked_at, name", _decode_invite
+    "invite", "id, secret_hash, made_at, expires_at, pool, labels, used_by, revoked_at, name, ephemeral", _decode_invite
 )
 _HOSTS: Final = _Table(
     "host",
-    "id, name, public_key, enrolled_at, pool, labels, secret_hash, certificate_until, revoked_at, revoked_because",
+    "id, name, public_key, enrolled_at, pool, labels, secret_hash, certificate_until, revoked_at, revoked_because,"
+    " ephemeral",
     _decode_host,
 )
 _SESSIONS: Final = _Table("session", "id, credential, made_at, expires_at, code", _decode_session)
@@ -151,7 +181,8 @@ class IdentityStore:
         await self._revoke(_INVITES, id_, actor, now_s)
 
     async def enroll(self, invite_id: str, secret_hash: str, host: HostIdentity, now_s: float) -> HostIdentity:
-        """Use the invite for this host, once. The same public key again gets the same host; all else is FORBIDDEN.
+        """Use the invite for this host, once, unless it is for ephemeral hosts. The same public key again gets the same
+        host; all else is FORBIDDEN.
 
         A name that another live host has is CONFLICT: two machines must not answer to one name.
         """
@@ -159,10 +190,11 @@ class IdentityStore:
         async def use(tx: Transaction) -> HostIdentity:
             row = await _lock(tx, _INVITES, invite_id)
             invite = _check_invite(row, secret_hash, host, now_s)
-            wanted = replace(host, pool=invite.pool, labels=invite.labels)
+            wanted = replace(host, pool=invite.pool, labels=invite.labels, ephemeral=invite.ephemeral)
             settled = await _add_host(tx, wanted, f"{BY_INVITE}{invite_id}", invite)
-            values = {"key": host.public_key, "id": invite_id}
-            await tx.execute("UPDATE identity_invite SET used_by = :key WHERE id = :id", values)
+            if not invite.ephemeral:
+                values = {"key": host.public_key, "id": invite_id}
+                await tx.execute("UPDATE identity_invite SET used_by = :key WHERE id = :id", values)
             return settled
 
         return await self._database.run(use)

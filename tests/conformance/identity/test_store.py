@@ -177,6 +177,22 @@ async def test_of_many_machines_with_one_token_exactly_one_is_enrolled(store: Id
     assert len(await store.hosts()) == 1
 
 
+async def test_an_invitation_of_ephemeral_hosts_enrolls_each_that_comes_until_it_expires(store: IdentityStore) -> None:
+    await store.add_invite(replace(INVITE, ephemeral=True), "operator")
+    pods = [replace(HOST, id=f"host_{n}", name=f"pod{n}", public_key=f"key{n}") for n in range(3)]
+    enrolled = [await store.enroll(INVITE.id, INVITE.secret_hash, pod, 1001.0) for pod in (*pods, pods[0])]
+    assert [(host.id, host.ephemeral) for host in enrolled] == [(f"host_{n}", True) for n in (0, 1, 2, 0)]
+    assert await store.hosts() == enrolled[:3]
+    stranger = replace(HOST, id="host_9", name="pod0", public_key="key9")
+    assert (await refusal(store.enroll(INVITE.id, INVITE.secret_hash, stranger, 1001.0))).code is Code.CONFLICT
+    late = replace(HOST, id="host_8", name="pod8", public_key="key8")
+    assert (
+        await refusal(store.enroll(INVITE.id, INVITE.secret_hash, late, INVITE.expires_at_s))
+    ).code is Code.FORBIDDEN
+    await store.revoke_invite(INVITE.id, "operator", 1002.0)
+    assert (await refusal(store.enroll(INVITE.id, INVITE.secret_hash, late, 1003.0))).code is Code.FORBIDDEN
+
+
 async def test_events_are_read_page_by_page_without_a_gap(store: IdentityStore, read_events: ReadEvents) -> None:
     keys = [replace(KEY, id=f"{n:012x}", name=f"key {n}") for n in range(30)]
     await asyncio.gather(*(store.add_key(key, "operator") for key in keys))

@@ -39,12 +39,21 @@ class HubProcess:
     """`strata hub` on a port that stays its own, so that it can be killed and started again."""
 
     def __init__(
-        self, folder: Path, *, stale_after_s: float = 45.0, reserve_after_s: float = 60.0, database: str = ""
+        self,
+        folder: Path,
+        *,
+        stale_after_s: float = 45.0,
+        reserve_after_s: float = 60.0,
+        database: str = "",
+        tls: bool = False,
     ) -> None:
         self.data = folder / "hub"
-        self._database = ["--database", database] if database else []
         self._guard = reserve_port()
-        self.url = f"http://127.0.0.1:{port_of(self._guard)}"
+        listen = f"127.0.0.1:{port_of(self._guard)}"
+        self.url = f"{'https' if tls else 'http'}://{listen}"
+        self._options = ["--listen", listen, "--data", str(self.data)]
+        self._options += ["--database", database] if database else []
+        self._options += ["--tls", "--name", "127.0.0.1"] if tls else []
         self.address = f"unix:{self.data / 'hub.sock'}"
         self._said = (folder / "hub.log").open("ab")
         self._environ = dict(os.environ) | {  # noqa: TID251 - a process of its own
@@ -57,7 +66,7 @@ class HubProcess:
 
     def start(self) -> None:
         self._process = subprocess.Popen(
-            [STRATA, "hub", "--listen", self.url.removeprefix("http://"), "--data", str(self.data), *self._database],
+            [STRATA, "hub", *self._options],
             env=self._environ,
             stderr=self._said,
             stdout=self._said,
@@ -79,7 +88,7 @@ class HubProcess:
     def _answers(self) -> bool:
         assert self._process.poll() is None, "the hub ended"
         try:
-            with HubClient(self.url) as anybody:
+            with HubClient(self.address) as anybody:
                 anybody.call("GET", "/v1/health", HubHealth)
         except StrataError:
             return False

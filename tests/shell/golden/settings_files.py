@@ -43,6 +43,7 @@ VALUES: Final[Mapping[str, Any]] = {
     "agent.advertise": "agent.example",
     "agent.metrics_listen": "127.0.0.1:9101",
     "agent.poll_s": 20.0,
+    "agent.until": "30m",
     "coordinator.listen": "127.0.0.1:7071",
     "coordinator.database": "postgresql://coordinator@database.example/coordinator",
     "coordinator.advertise": "coordinator.example:7071",

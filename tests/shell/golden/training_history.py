@@ -22,6 +22,7 @@ from strata.train.core.client_commands import (
     SetCheckpointTtl,
     SubmitOperation,
 )
+from strata.train.core.commands import SnapshotWritten
 from strata.train.core.inputs import (
     ClientCommand,
     CommitSnapshot,
@@ -141,7 +142,7 @@ class History(Server):
         assert dispatch.snapshot
         self.complete(dispatch)
         digest = f"{dispatch.number:064x}"
-        self.ask(CommitSnapshot(dispatch.number, digest, 4096, 0.1, 0.5, self.now_s, trouble))
+        self.ask(CommitSnapshot(SnapshotWritten(1, dispatch.number, digest, 4096, 0.1, 0.5, trouble), self.now_s))
         return dispatch.number
 
 

@@ -1,10 +1,10 @@
-"""`strata invite`, `join`, `leave`: how a machine becomes a host of a fleet, and leaves it again."""
+"""`strata invite`, `join`, `leave`: options, what they print, and refusals (token on the command line, plain http)."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -32,6 +32,7 @@ _state: Final = click.option(
 )
 @click.option("--pool", default="", metavar="NAME", help="Put the host into this pool: it runs only jobs that name it.")
 @click.option("--label", "labels", multiple=True, metavar="LABEL", help="Give the host this label; repeatable.")
+@click.option("--ephemeral", is_flag=True, help="Accept any number of hosts; each is removed when it ends.")
 @click.option(
     "--minutes",
     type=click.FloatRange(min=0, min_open=True, max=43_200),
@@ -41,17 +42,20 @@ _state: Final = click.option(
 )
 @hub_option
 @output_option
-def invite(
-    *, name: str, pool: str, labels: tuple[str, ...], minutes: float, context: str | None, output: Format
-) -> None:
-    """Create a join token for one host, and print what to run there."""
+def invite(*, name: str, ephemeral: bool, minutes: float, context: str | None, output: Format, **more: Any) -> None:
+    """Create a join token for one host, and print what to run there.
+
+    With --ephemeral the token is for hosts that exist for a time, such as nodes of a Slurm allocation and pods. Their
+    agents remove them from the fleet; one that ends without a word is in no list from then on, and forgotten after an
+    hour.
+    """
     from strata.identity.tokens import read_join_token
     from strata.sdk.fleet import client_settings, current_context
 
     with hub_client(context) as client:
         from strata.fleet.wire.identities import InviteReply, InviteRequest
 
-        body = InviteRequest(name=name, pool=pool, labels=labels, valid_s=minutes * 60)
+        body = InviteRequest(name=name, ephemeral=ephemeral, valid_s=minutes * 60, **more)
         made = client.call_once("POST", "/v1/invites", InviteReply, body=body)
         url = current_context(client_settings(context=context)).url
         pin = read_join_token(made.token).ca_sha256
@@ -67,8 +71,9 @@ def invite(
     if made.tls:
         print_error(f"strata: the hub's pin, for people who run 'strata login {there}':\n  {pin}")
     join = f"strata join {there} --name {name}" if name else f"strata join {there}"
+    hosts = "ephemeral hosts, for" if ephemeral else "one host and"
     print_error(
-        f"strata: valid for one host and {format_duration(made.expires_in_s)}; run '{join}' there and enter this token:"
+        f"strata: valid for {hosts} {format_duration(made.expires_in_s)}; run '{join}' there and enter this token:"
     )
     write(made.token)
 
@@ -99,7 +104,8 @@ def join(
     Reads the token of 'strata invite' from a file, from the variable STRATA_JOIN_TOKEN, from stdin or from a prompt;
     never from an argument, which every user of this machine could read. The token is valid once. It carries the pin of
     the hub's certificate authority, which is compared before the token is sent. The private key of this host is created
-    here and never sent. Joining the same hub again changes nothing.
+    here and never sent. Joining the same hub again changes nothing. A token of 'strata invite --ephemeral' is valid
+    for many hosts.
     """
     from strata.base.settings import pop_secret
     from strata.cli.extras import require
@@ -199,7 +205,7 @@ def leave(*, state: str | None, force: bool) -> None:
 
     from strata.base.file_lock import is_locked
     from strata.cli.fleet.agent_service import remove
-    from strata.fleet.agent.identity import FOLDER, connect_to_hub, load_membership
+    from strata.fleet.agent.identity import connect_to_hub, load_membership, remove_membership
 
     folder = _settings(state).state_folder
     if remove():
@@ -226,8 +232,8 @@ def leave(*, state: str | None, force: bool) -> None:
         if error.code not in (Code.UNAUTHENTICATED, Code.FORBIDDEN) and not force:
             hint = "use --force to remove the credentials anyway; then revoke this host at the hub"
             raise StrataError(error.code, error.message, hint=hint) from error
-    for name in (FOLDER, JOINING):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    remove_membership(folder)
+    shutil.rmtree(folder / JOINING, ignore_errors=True)
     print_error(f"strata: {member.name} has left {member.url}")
 
 

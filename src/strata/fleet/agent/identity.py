@@ -1,4 +1,5 @@
-"""The identity of this host at its hub, as files: `strata join` writes them, the agent reads and renews them.
+"""The identity of this host at its hub, as files: hub address, key and certificate, written by `strata join`, and
+renewed here.
 
 identity/hub.json      address of the hub, id and name of the host, when the certificate was issued and its validity
 identity/ca.pem        the hub's certificate authority, whose pin the join token carried
@@ -11,6 +12,7 @@ identity/secret        instead of the four above: the bearer secret of a host on
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +37,8 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """When it was certified, by this host's clock."""
     valid_for_s: float = 0.0
     """0: there is no certificate."""
+    ephemeral: bool = False
+    """The host leaves the fleet when its agent stops."""
 
     def renewal_due(self, now_s: float) -> bool:
         return bool(self.valid_for_s) and needs_renewal(self.certified_at_s, self.valid_for_s, now_s, part=HOST_PART)
@@ -53,7 +57,12 @@ def save_certified(
     write_json(
         folder / "hub.json",
         Membership(
-            url=url, host_id=reply.host_id, name=reply.name, certified_at_s=now_s, valid_for_s=reply.valid_for_s
+            url=url,
+            host_id=reply.host_id,
+            name=reply.name,
+            certified_at_s=now_s,
+            valid_for_s=reply.valid_for_s,
+            ephemeral=reply.ephemeral,
         ),
     )
 
@@ -87,6 +96,11 @@ def load_membership(state: Path) -> Membership:
             Code.PRECONDITION, f"this host has not joined a hub: there is no {state / FOLDER}", hint="strata join"
         )
     return member
+
+
+def remove_membership(state: Path) -> None:
+    """Removes the credentials of a host that has left."""
+    shutil.rmtree(state / FOLDER, ignore_errors=True)
 
 
 def connect_to_hub(state: Path, *, timeout_s: float = 30.0) -> HubClient:

@@ -1,4 +1,6 @@
-"""The agent's loops: register, claim jobs, send heartbeats, check the host, drain. `attempt` runs one job."""
+"""The agent's loops and their intervals: claim, heartbeat, maintenance (10 s), samples (15 s), probe (600 s), drain and
+stop. `attempt` runs one job.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +59,7 @@ class Agent:
         self._stopping = asyncio.Event()
         self._stop_now = asyncio.Event()
         """Stopped a second time."""
+        self._stop_at_s = host.settings.stop_at_s(clock.wall_s())
         self._on_stop = host.settings.on_stop
         self._changed = asyncio.Event()
         """There may be room for a job: an attempt is over, or the machine is no longer in local use."""
@@ -73,8 +76,20 @@ class Agent:
 
     async def run(self) -> None:
         """Returns when the agent was stopped and has drained."""
-        async with expose_metrics(self._settings, self._counts):
-            await self._run()
+        ending = asyncio.create_task(self._stop_in_time())
+        try:
+            async with expose_metrics(self._settings, self._counts):
+                await self._run()
+        finally:
+            ending.cancel()
+
+    async def _stop_in_time(self) -> None:
+        # In steps: the wall clock goes on while a machine is suspended.
+        while (left_s := self._stop_at_s - self._clock.wall_s()) > 0:
+            await self._clock.sleep(min(left_s, MAINTENANCE_EVERY_S))
+        if not self._stopping.is_set():
+            _log.info("host_time_over", until=self._settings.until)
+            self.stop()
 
     async def _run(self) -> None:
         await self._register()
@@ -94,6 +109,8 @@ class Agent:
                 # A bug ended a loop. Better an agent that is restarted than one that does half of its work.
                 await asyncio.gather(*(task for task in tasks if task.done()))
             await self._drain()
+            if self._host.is_ephemeral and self._on_stop != "leave":
+                await run_in(self._pools.work, leave_fleet, self._host)
         finally:
             stopping.cancel()
             for task in (*tasks, *self._tasks.values()):
@@ -370,7 +387,9 @@ class Agent:
             await self._wait_until(lambda: all(attempt.ended for attempt in self._attempts.values()), asyncio.Event())
         hurried = self._stop_now.is_set()
         with suppress(TimeoutError):
-            async with asyncio.timeout(STOP_REPORT_S if hurried else DRAIN_REPORT_S):
+            # An ephemeral host has no next agent: it reports for as long as it is left alone.
+            limit_s = STOP_REPORT_S if hurried else None if self._host.is_ephemeral else DRAIN_REPORT_S
+            async with asyncio.timeout(limit_s):
                 await self._wait_until(lambda: not self._attempts, asyncio.Event() if hurried else self._stop_now)
         if self._attempts:
             _log.warning("reports_left_to_next_agent", attempts=len(self._attempts))
@@ -398,6 +417,19 @@ class Agent:
                     # The hub no longer knows this host, perhaps because it was restored from a backup.
                     await self._register()
                 await asyncio.sleep(min(BACKOFF.delay_s(failures, 0.5), self._renew_every_s))
+
+
+def leave_fleet(host: HostContext) -> None:
+    """Remove this host from its fleet. What it could not report ends with its leases."""
+    try:
+        host.hub.leave()
+    except StrataError as error:
+        if error.code not in (Code.UNAUTHENTICATED, Code.FORBIDDEN):
+            raise
+        # Its credentials have ended already, perhaps by a request whose reply was lost.
+        _log.warning("host_left_before", reason=error.message)
+    identity.remove_membership(host.settings.state_folder)
+    _log.info("host_left")
 
 
 def handle_signals(agent: Agent) -> None:

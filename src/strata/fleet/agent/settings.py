@@ -1,7 +1,10 @@
-"""Settings of the agent, section `agent`: STRATA_AGENT_STATE, STRATA_AGENT_SLOTS and so on."""
+"""Settings of the agent, section `agent` (STRATA_AGENT_STATE, STRATA_AGENT_SLOTS …), with defaults: sandbox,
+containers, grace 30 s, caches in GiB, log size, poll interval.
+"""
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -9,6 +12,7 @@ import msgspec
 
 from strata.base.settings import Secret
 from strata.fleet.core.requirement import Label, LabelValue, Slots
+from strata.fleet.core.schedule import parse_duration
 
 SECTION: Final = "agent"
 
@@ -87,6 +91,9 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     """More variables of the agent that jobs inherit (`HTTP_PROXY`, `NCCL_*`)."""
     on_stop: Literal["preempt", "finish", "leave"] = "preempt"
     """What SIGTERM does: preempt the jobs, wait until they have finished, or leave them to the next agent."""
+    until: Annotated[str, msgspec.Meta(pattern=r"\A(@[0-9]{1,12}|[0-9]{1,9}[smhd]?)?\Z")] = ""
+    """When the agent stops by itself, as SIGTERM would: `90s`, `30m`, `2h` or `7d` after its start, or `@` and seconds
+    since 1970. Empty: never."""
     grace_s: NotNegative = 30.0
     """Seconds between SIGTERM and SIGKILL of a job."""
     yield_to_people: Literal["never", "claims", "jobs"] = "never"
@@ -113,6 +120,13 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Unset: console on a terminal, JSON elsewhere."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least level that is logged."""
+
+    def stop_at_s(self, now_s: float) -> float:
+        """Returns when `until` ends an agent that starts now."""
+        if self.until.startswith("@"):
+            return float(self.until[1:])
+        duration = parse_duration(self.until)
+        return inf if duration is None else now_s + duration.total_seconds()
 
     @property
     def state_folder(self) -> Path:

@@ -1,16 +1,14 @@
-"""Starts the agent: one per state folder, with a self-test before it claims jobs."""
+"""Starts the agent: one per state folder, finds the sandbox, runs the self-test and the probe, then the loops."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 from strata.base import log
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
-from strata.base.file_lock import try_lock
+from strata.base.file_lock import lock_folder
 from strata.base.private import private_folder, set_private_umask
 from strata.base.support import report_experimental
 from strata.fleet.agent import cgroup, identity
@@ -54,7 +52,8 @@ async def run_agent(
     hub: asyncio.Task[None] | None = None,
 ) -> None:
     """Run the agent until a signal stops it, or the hub ends that shares its process."""
-    with _only_agent(settings):
+    folder = private_folder(settings.state_folder)
+    with lock_folder(folder, "lock", taken=f"another agent uses the state folder {folder}"):
         host, probed = await asyncio.to_thread(_prepare_host, settings, environ)
         agent = Agent(host, AgentState(settings.state_folder), SystemClock(), probed.capability)
         # Before it says that it is ready: from then on Ctrl-C has to end it in order.
@@ -65,19 +64,6 @@ async def run_agent(
         if not working.done():
             agent.stop()
         await working
-
-
-@contextmanager
-def _only_agent(settings: AgentSettings) -> Iterator[None]:
-    """CONFLICT if another agent uses the state folder."""
-    folder = private_folder(settings.state_folder)
-    lock = try_lock(folder / "lock")
-    if lock is None:
-        raise StrataError(Code.CONFLICT, f"another agent uses the state folder {folder}")
-    try:
-        yield
-    finally:
-        os.close(lock)
 
 
 def _prepare_host(settings: AgentSettings, environ: Mapping[str, str]) -> tuple[HostContext, ProbeResult]:
@@ -105,6 +91,7 @@ def _prepare_host(settings: AgentSettings, environ: Mapping[str, str]) -> tuple[
         build_variables(environ),
         sandbox,
         is_local=not member.valid_for_s,
+        is_ephemeral=member.ephemeral,
     )
     return host, probed
 

@@ -1,4 +1,6 @@
-"""Routes of hosts for people: list, drain, pause, resume, revoke."""
+"""Routes of hosts for people: lists, samples, free room, policy, and drain, pause, resume, revoke with the plan of
+their effects.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from strata.fleet.core.amounts import Capacity, Room
 from strata.fleet.core.capability import GIB
 from strata.fleet.core.host_status import HostFacts, plan_action, policy_rules, quiet_in_words
 from strata.fleet.core.jobspec import HostSpec
+from strata.fleet.core.lease import FORGET_S
 from strata.fleet.http.context import HubCall, HubContext, calling_host, resolve_host
 from strata.fleet.records import HostJob, HostRow
 from strata.fleet.service.hosts import HostView
@@ -36,7 +39,7 @@ from strata.fleet.wire.hosts import (
 
 
 async def listed(call: HubCall) -> HostsReply:
-    """All hosts that ever registered. A host sees itself."""
+    """All hosts that ever registered, but for ephemeral ones that have vanished. A host sees itself."""
     context = call.context
     host = calling_host(call)
     rows = [row for row in await context.fleet.hosts.all() if host in ("", row.id)]
@@ -139,14 +142,21 @@ async def resume(call: HubCall, body: HostStateRequest) -> Host:
 
 async def revoke(call: HubCall, body: HostStateRequest) -> None:
     """End its credentials: it is refused from now on, and its jobs go to others when their leases run out."""
-    context = call.context
-    host_id = await _resolve_enrolled_host(call)
-    reason = body.reason or "revoked"
-    await context.identity.revoke_host(host_id, reason, call.actor, context.clock.wall_s())
+    await _remove(call.context, await _resolve_enrolled_host(call), body.reason or "revoked", call.actor)
+
+
+async def forget_silent(context: HubContext) -> None:
+    """Remove ephemeral hosts that ended without a word. After a crash between two steps both are repeated."""
+    for host in await context.fleet.leases.hosts_to_forget():
+        await _remove(context, host.id, f"it was silent for more than {FORGET_S / 60:g} minutes", "hub")
+
+
+async def _remove(context: HubContext, host_id: str, reason: str, actor: str) -> None:
+    await context.identity.revoke_host(host_id, reason, actor, context.clock.wall_s())
     context.authenticator.invalidate()
     # A claim that waits was let in before; only the state of the host, in the claim's own transaction, stops it.
-    if any(host.id == host_id for host in await context.fleet.hosts.all()):
-        await context.fleet.hosts.set_state(host_id, "left", reason, call.actor)
+    if await context.fleet.hosts.find(host_id):
+        await context.fleet.hosts.set_state(host_id, "left", reason, actor)
 
 
 async def _set(call: HubCall, state: Literal["active", "draining", "paused"], reason: str) -> Host:

@@ -1,4 +1,6 @@
-"""Routes of identities: invitations, joining, certificates, API keys."""
+"""Routes of identities: the certificate authority, invites, join, renewal of certificates, login codes, API keys; and
+who may make a key of which role.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from strata.fleet.wire.identities import (
 from strata.http.route import RawReply
 from strata.identity.ca import IssuedCertificate
 from strata.identity.enroll import make_key
-from strata.identity.records import ApiKey
+from strata.identity.records import ApiKey, HostIdentity
 from strata.identity.roles import CallerKind, Role
 from strata.identity.sessions import CODE_S
 
@@ -45,7 +47,7 @@ async def join(call: HubCall, body: JoinRequest) -> CertificateReply:
     context = call.context
     secret = Secret(body.secret)
     enrolled = await context.enrollment.join(body.invite_id, secret, body.name, body.request_pem.encode())
-    return _certificate_reply(context, enrolled.host.id, enrolled.host.name, enrolled.certificate)
+    return _certificate_reply(context, enrolled.host, enrolled.certificate)
 
 
 async def renew(call: HubCall, body: RenewRequest) -> CertificateReply:
@@ -54,7 +56,7 @@ async def renew(call: HubCall, body: RenewRequest) -> CertificateReply:
     issued = await context.enrollment.renew(call.caller, body.request_pem.encode())
     host = await context.identity.host(call.caller.require_host())
     assert host is not None, "it was just certified"
-    return _certificate_reply(context, host.id, host.name, issued)
+    return _certificate_reply(context, host, issued)
 
 
 async def add_local(call: HubCall, body: LocalHostRequest) -> LocalHostReply:
@@ -67,10 +69,15 @@ async def add_local(call: HubCall, body: LocalHostRequest) -> LocalHostReply:
 
 
 async def invite(call: HubCall, body: InviteRequest) -> InviteReply:
-    """A join token for one host."""
+    """A join token for one host, or for ephemeral ones."""
     context = call.context
     token = await context.enrollment.invite(
-        call.caller, name=body.name, pool=body.pool, labels=body.labels, valid_s=body.valid_s
+        call.caller,
+        name=body.name,
+        pool=body.pool,
+        labels=body.labels,
+        valid_s=body.valid_s,
+        ephemeral=body.ephemeral,
     )
     return InviteReply(token=token.spell(), id=token.id, expires_in_s=body.valid_s, tls=context.tls)
 
@@ -88,6 +95,7 @@ async def invites(call: HubCall) -> InvitesReply:
                 labels=each.labels,
                 used=bool(each.used_by),
                 revoked_at_s=each.revoked_at_s,
+                ephemeral=each.ephemeral,
             )
             for each in await call.context.identity.invites()
         )
@@ -164,14 +172,15 @@ async def revoke_key(call: HubCall) -> None:
     context.authenticator.invalidate()
 
 
-def _certificate_reply(context: HubContext, host_id: str, name: str, issued: IssuedCertificate) -> CertificateReply:
+def _certificate_reply(context: HubContext, host: HostIdentity, issued: IssuedCertificate) -> CertificateReply:
     return CertificateReply(
-        host_id=host_id,
-        name=name,
+        host_id=host.id,
+        name=host.name,
         certificate_pem=issued.certificate_pem.decode(),
         serving_pem=issued.serving_pem.decode(),
         ca_pem=context.authority.certificate_pem.decode(),
         valid_for_s=issued.until_s - context.clock.wall_s(),
+        ephemeral=host.ephemeral,
     )
 
 

@@ -1,4 +1,6 @@
-"""Hosts: registration, heartbeats, states, quarantine, and how a person sees them."""
+"""Hosts at the hub: registration, heartbeats and presence (online, suspect, offline), quarantine, jobs that no host can
+serve, and free capacity.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.fleet.core.amounts import Capacity
 from strata.fleet.core.fair_share import FleetTotals
-from strata.fleet.core.host_status import AgentSightings, HostStatus, Presence, host_status
-from strata.fleet.core.lease import SUSPECT_S, quarantine
+from strata.fleet.core.host_status import AgentSightings, HostStatus, Presence, has_vanished, host_status
+from strata.fleet.core.lease import FORGET_S, SUSPECT_S, quarantine
 from strata.fleet.core.plan import HostPolicy
 from strata.fleet.records import HostRow
 from strata.fleet.service.state import FleetState
@@ -137,8 +139,23 @@ class HostService:
     # Hosts as people see them
 
     async def all(self) -> Sequence[HostRow]:
+        """All hosts that ever registered, but for ephemeral ones that have vanished."""
         await self.flush_heartbeats()
-        return await self._store.hosts.all()
+        now_s = self._state.now_s()
+        return [host for host in await self._store.hosts.all() if not self._vanished(host, now_s - host.seen_at_s)]
+
+    async def silent(self) -> Sequence[HostRow]:
+        """The ephemeral hosts that have been silent for so long that they are to leave."""
+        await self.flush_heartbeats()
+        silent_since_s = self._state.now_s() - FORGET_S
+        return [
+            host
+            for host in await self._store.hosts.all()
+            if host.ephemeral and host.state != "left" and host.seen_at_s < silent_since_s
+        ]
+
+    def _vanished(self, host: HostRow, silent_s: float) -> bool:
+        return has_vanished(self.presence(silent_s), host.state, ephemeral=host.ephemeral)
 
     async def find(self, text: str) -> Sequence[HostRow]:
         """The hosts with this id or name."""
@@ -150,7 +167,8 @@ class HostService:
         return (await self._state.refresh_roster()).names(ids)
 
     async def views(self) -> Sequence[HostView]:
-        """All hosts as this hub knows them without reading each row again, at most `roster.FRESH_S` old, by name."""
+        """The hosts of `all` as this hub knows them without reading each row again, at most `roster.FRESH_S` old, by
+        name."""
         roster = await self._state.refresh_roster()
         now_s, heartbeats = self._state.now_s(), self._heartbeats
         views = []
@@ -158,6 +176,8 @@ class HostService:
             silent_s = now_s - host.seen_at_s
             if host.id in heartbeats:
                 silent_s = min(silent_s, now_s - heartbeats[host.id])
+            if self._vanished(host, silent_s):
+                continue
             quiet, presence = roster.quiet(host, now_s), self.presence(silent_s)
             status = host_status(host.state, presence, quiet=quiet != "")
             views.append(HostView(host, max(0.0, silent_s), quiet, presence, status))

@@ -1,4 +1,4 @@
-"""What overviews and goodput are computed from: counts, what waits and what is held, and the times of attempts."""
+"""SQL of statistics: counts by status, waiting classes, held cards, and times of attempts and events for goodput."""
 
 from __future__ import annotations
 
@@ -126,16 +126,7 @@ def _decode_ledger(rows: Rows, events: Rows, limit: int) -> JobLedger:
 
 
 def _decode_times(row: Sequence[Any]) -> AttemptTimes:
-    _, number, epoch, host_id, claimed, started, ended, outcome, cause, facts = row
-    ran_s = _decode_ran(facts).ran_s
-    return AttemptTimes(
-        number=number,
-        epoch=epoch,
-        host_id=host_id,
-        claimed_at_s=claimed,
-        started_at_s=started,
-        ended_at_s=ended,
-        outcome=outcome,
-        cause=cause,
-        ran_s=ran_s if isinstance(ran_s, int | float) else None,
-    )
+    _, number, epoch, host, claimed, started, ended, outcome, cause, facts = row
+    decoded = _decode_ran(facts).ran_s
+    ran_s = decoded if isinstance(decoded, int | float) else None
+    return AttemptTimes(number, epoch, host, claimed, started, ended, outcome, cause, ran_s)

@@ -1,4 +1,4 @@
-"""Messages about who may call: invitations, certificates, API keys, logins."""
+"""Messages about identities: invites (valid for 1,800 s), joining, certificates, API keys, the caller, login codes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class InviteRequest(Message, frozen=True, kw_only=True):
     pool: Pool = ""
     labels: Annotated[tuple[Word, ...], msgspec.Meta(max_length=64)] = ()
     valid_s: Annotated[float, msgspec.Meta(gt=0, le=30 * 86_400)] = 1800.0
+    ephemeral: bool = False
+    """It enrolls any number of hosts until it expires. They exist for a time only, and leave no trace in lists."""
 
 
 class InviteReply(HubReply, frozen=True, kw_only=True):
@@ -40,6 +42,7 @@ class Invited(HubReply, frozen=True, kw_only=True):
     labels: tuple[str, ...] = ()
     used: bool = False
     revoked_at_s: float | None = None
+    ephemeral: bool = False
 
 
 class InvitesReply(HubReply, frozen=True, kw_only=True):
@@ -62,6 +65,8 @@ class CertificateReply(HubReply, frozen=True, kw_only=True):
     """A certificate for the same key: what the host shows its hub when the hub connects to a server there."""
     ca_pem: str
     valid_for_s: float
+    ephemeral: bool = False
+    """Its agent removes it from the fleet when it stops."""
 
 
 class RenewRequest(Message, frozen=True, kw_only=True):

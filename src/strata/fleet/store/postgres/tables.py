@@ -1,4 +1,4 @@
-"""The tables of the fleet in PostgreSQL.
+"""The schema of the fleet in PostgreSQL: tables, indexes, numbered migrations, and the order in which rows are locked.
 
 Order of locks, so that no two transactions wait for each other: a job's row first, then its lease, its place in the
 queue, its attempt. A claim cannot know its job before it looks, so it takes queue row and job row together and passes
@@ -164,5 +164,6 @@ COMPONENT: Final = Component(
             OR NEW.status IN ('completed', 'failed', 'cancelled'))
           EXECUTE FUNCTION count_ended_job();
         """,
+        "ALTER TABLE host ADD COLUMN ephemeral boolean NOT NULL DEFAULT false",
     ),
 )

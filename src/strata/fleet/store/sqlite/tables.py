@@ -1,4 +1,4 @@
-"""The tables of the fleet in SQLite."""
+"""The schema of the fleet in SQLite: tables, indexes and numbered migrations."""
 
 from __future__ import annotations
 
@@ -139,5 +139,6 @@ COMPONENT: Final = Component(
             ON CONFLICT (project, status) DO UPDATE SET n = n + 1;
         END;
         """,
+        "ALTER TABLE host ADD COLUMN ephemeral INTEGER NOT NULL DEFAULT false",
     ),
 )
