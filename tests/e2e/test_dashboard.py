@@ -19,22 +19,17 @@ from typing import Any, Final
 import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe  # type: ignore[import-untyped]
-from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from strata.base.settings import process_environment
 from strata.sdk.train import Datum, TrainingServer
+from tests.e2e.browser import capture, chromium, follow_login_link, new_context, take_cookies, wait_until_drawn
 from tests.e2e.machines import STRATA, Machine
 from tests.shell.fleet_agent.waiting import eventually
 
 pytestmark = pytest.mark.timeout(900)
 
-CHROMIUM: Final = "/usr/bin/chromium"
-FLAGS: Final = (
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-)  # fmt: skip
 HOSTILE: Final = "<img src=x onerror=document.title='owned'>"
-SIZES: Final = {"desktop": (1440, 900), "phone": (390, 844)}
 PAGES: Final = {
     "overview": "/",
     "jobs": "/jobs",
@@ -251,16 +246,7 @@ class Watched:
     def context(
         self, size: str = "desktop", scheme: str = "light", *, cookies: list[Any] | None = None
     ) -> BrowserContext:
-        width, height = SIZES[size]
-        context = self.browser.new_context(
-            viewport={"width": width, "height": height},
-            color_scheme="dark" if scheme == "dark" else "light",
-            has_touch=size == "phone",
-            reduced_motion="reduce",
-        )
-        context.set_default_timeout(60_000)
-        context.add_cookies(self.cookies if cookies is None else cookies)
-        return context
+        return new_context(self.browser, size, scheme, cookies=self.cookies if cookies is None else cookies)
 
     def open(self, context: BrowserContext) -> Opened:
         opened = Opened(context.new_page(), self.machine.url)
@@ -273,39 +259,25 @@ class Watched:
         return self.machine.url + template
 
     def capture(self, opened: Opened, name: str) -> None:
-        """The whole page, as a screen of its height shows it: a bar that stays at the bottom is at the bottom."""
-        page, size = opened.page, opened.page.viewport_size
-        assert size is not None
-        height = page.evaluate("document.documentElement.scrollHeight")
-        page.set_viewport_size({"width": size["width"], "height": max(height, size["height"])})
-        page.screenshot(path=self.screenshots / f"{name}.png", animations="disabled")
-        page.set_viewport_size(size)
+        capture(opened.page, self.screenshots / f"{name}.png")
 
 
 def log_in(machine: Machine, browser: Browser, key: str = "") -> list[Any]:
     """With a key, or with the link that the command line prints; the cookies of the session."""
+    if not key:
+        return follow_login_link(browser, machine.says("dashboard").strip())
     context = browser.new_context()
     page = context.new_page()
-    if key:
-        page.goto(machine.url)
-        page.get_by_label("API key").fill(key)
-        page.get_by_role("button", name="Log in").click()
-    else:
-        page.goto(machine.says("dashboard").strip())
-        page.get_by_role("button", name="Continue").click()
-    expect(page.get_by_role("heading", name="Overview")).to_be_visible()
-    cookies = list(context.cookies())
-    assert [cookie["httpOnly"] for cookie in cookies] == [True]
-    context.close()
-    return cookies
+    page.goto(machine.url)
+    page.get_by_label("API key").fill(key)
+    page.get_by_role("button", name="Log in").click()
+    return take_cookies(context, page)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=list(FLAGS))
+    with chromium() as started:
         yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")
@@ -347,7 +319,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory, browser: Browser, screensh
         eventually(lambda: machine.knows("show", "long")["status"] == "running")
         train(started)
         eventually((started.folder / "late").exists, 120.0)
-        started.ids["gang"] = read(started, "/v1/gangs")["gangs"][0]["id"]
+        started.ids["gang"] = read(started, "/v1/gangs")["gangs"][0]["job_id"]
         eventually(lambda: read(started, f"/v1/gang/{started.ids['gang']}")["barriers"])
         yield started
         # Its supervisor would go on with the long job otherwise.
@@ -436,9 +408,7 @@ def look_at(watched: Watched, pages: dict[str, str], size: str, scheme: str) -> 
         page.goto(watched.path(template), wait_until="load")
         if name == "login":
             context.add_cookies(watched.cookies)
-        expect(page.locator("h1").first).to_be_visible()
-        for plot in page.locator(".plot").all():
-            expect(plot.locator("canvas, .plot-note").first).to_be_attached()
+        wait_until_drawn(page)
         watched.capture(opened, f"{name}-{size}-{scheme}")
         if problems := find_problems(opened, rules):
             found[name] = [each for each in problems if name != "not-found" or "404" not in each]

@@ -1,4 +1,4 @@
-"""A process that ends when the one that started it has ended: a supervisor that is killed leaves nothing behind.
+"""Makes a process end with its parent (PR_SET_PDEATHSIG), makes it adopt orphans, and names processes.
 
 `python -m strata.base.parent COMMAND…` becomes COMMAND, killed with its parent: for a parent that is not our own code.
 """
@@ -16,6 +16,7 @@ TIED_COMMAND: Final = (sys.executable, "-P", "-m", "strata.base.parent")
 ours."""
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NAME: Final = 15
+_PR_SET_CHILD_SUBREAPER: Final = 36
 # Not when it is needed: that is between fork and exec, where a lock of another thread may be held for ever.
 _LIBC: Final = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -30,6 +31,13 @@ def end_with_parent(number: signal.Signals = signal.SIGTERM, *, parent: int | No
     _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         os._exit(128 + number)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of every descendant whose own parent ends (PR_SET_CHILD_SUBREAPER): also one in a
+    session of its own stays below it. Linux only."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def name_process(name: str) -> None:

@@ -1,4 +1,6 @@
-"""`strata apply` and `strata reload`: show the plan of a manifest, confirm it, and queue its jobs."""
+"""`strata apply` and `strata reload`: upload of bundles, the printed plan (10 jobs shown), confirmation, and what is
+queued.
+"""
 
 from __future__ import annotations
 
@@ -83,17 +85,17 @@ def apply(  # noqa: PLR0913 (the options of the command)
     )
     options = {"accept": accept, "retrain": retrain, "take_over": take_over}
     with hub_client(context, timeout_s=120.0) as client:
-        trainers = _registered(client)
+        trainers = registered_trainers(client)
         prepared.check_hyper(_schemas(prepared, trainers))
-        plan = _send(client, prepared, options, dry_run=True)
+        plan = send_manifest(client, prepared, options, dry_run=True)
         if not dry_run:
             changes = plan.changed or plan.orphaned or plan.requeued
             if changes and not yes and sys.stdin.isatty() and sys.stderr.isatty():
                 _show_changes(plan)
                 click.confirm(f"{plan.summary}\nApply?", default=True, abort=True, err=True)
             # Fetched again: while the confirmation was open, another apply may have replaced a trainer and its source.
-            _upload(client, prepared, _registered(client))
-            plan = _send(client, prepared, options, dry_run=False)
+            upload_sources(client, prepared, registered_trainers(client))
+            plan = send_manifest(client, prepared, options, dry_run=False)
         _show(plan, prepared, output, applied=not dry_run)
         _print_sweeps(prepared, plan, waits=waits and not dry_run)
         for name, due_s in plan.schedules.items():
@@ -131,14 +133,16 @@ def reload(context: str | None, output: Format) -> None:
     _show(plan, None, output, applied=True)
 
 
-def _send(client: HubClient, prepared: PreparedManifest, options: dict[str, bool], *, dry_run: bool) -> ManifestReply:
+def send_manifest(
+    client: HubClient, prepared: PreparedManifest, options: dict[str, bool], *, dry_run: bool
+) -> ManifestReply:
     from strata.fleet.wire.manifests import ManifestReply, ManifestRequest
 
     body = ManifestRequest(manifest=prepared.manifest, schemas=prepared.schemas, dry_run=dry_run, **options)
     return client.call("POST", "/v1/manifest", ManifestReply, body=body)
 
 
-def _registered(client: HubClient) -> dict[str, Trainer]:
+def registered_trainers(client: HubClient) -> dict[str, Trainer]:
     """The trainers of all projects that the hub has, by their qualified names."""
     from strata.fleet.wire.manifests import TrainersReply
 
@@ -154,7 +158,7 @@ def _schemas(prepared: PreparedManifest, trainers: dict[str, Trainer]) -> dict[s
     return {name: trainer.params for name, trainer in named.items() if trainer is not None and trainer.params}
 
 
-def _upload(client: HubClient, prepared: PreparedManifest, trainers: dict[str, Trainer]) -> None:
+def upload_sources(client: HubClient, prepared: PreparedManifest, trainers: dict[str, Trainer]) -> None:
     """Send the sources that no trainer at the hub has yet."""
     from strata.fleet.wire.artifacts import CommitReply
 

@@ -1,4 +1,6 @@
-"""What the fleet commands share: the connection to the hub, lookup of jobs, formats of durations and sizes."""
+"""Shared by the fleet commands: the hub's connection, lookup of a job by id, name or gang with suggestions, formats of
+durations, sizes and counts.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from strata.base.errors import Code, StrataError
+from strata.cli.options import combine
 from strata.cli.output import Format, print_error, printable
 from strata.cli.rows import Column, Rows
+from strata.cli.watch import view_options
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -55,6 +59,10 @@ def hub_option(function: _Function) -> _Function:
         shell_complete=complete_contexts,
         help="Use the hub that you logged in to as NAME (default: the current context).",
     )(function)
+
+
+hub_view_options: Final = combine(hub_option, view_options)
+"""`--context`, `-o` and `-w`."""
 
 
 @contextmanager
