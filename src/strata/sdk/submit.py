@@ -1,4 +1,5 @@
-"""Submits a command and its folder as a job, from a program or from `strata run`, and waits for its end.
+"""`submit`: sends a command and its folder as a job (`RunOptions` with defaults, detection of the environment), and
+waits for its end.
 
 import strata.sdk.submit as fleet
 
@@ -39,7 +40,8 @@ from strata.sdk.fleet import client_settings, connect
 AUTO: Final = "auto"
 NONE: Final = "none"
 _POLL_S: Final = 0.5
-_DETECTED: Final = ("uv.lock", "requirements.txt", "pyproject.toml")
+ENVIRONMENT_FILES: Final = ("uv.lock", "requirements.txt", "pyproject.toml")
+"""Files that list packages; of several the first is taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +201,7 @@ def choose_environment(folder: Path, options: RunOptions) -> EnvironmentSpec | N
     if not file:
         if options.python:
             raise StrataError(
-                Code.INVALID, "a version of Python needs an environment", hint=f"one of {', '.join(_DETECTED)}"
+                Code.INVALID, "a version of Python needs an environment", hint=f"one of {', '.join(ENVIRONMENT_FILES)}"
             )
         return None
     if not (folder / file).is_file():
@@ -216,17 +218,24 @@ def _checked(values: Mapping[str, str]) -> EnvironmentSpec:
 
 def detect_environment(folder: Path) -> str:
     """The first file in the folder that lists packages; empty if none does."""
-    for file in _DETECTED:
+    for file in ENVIRONMENT_FILES:
         if (folder / file).is_file() and (file != "pyproject.toml" or _lists_packages(folder / file)):
             return file
     return ""
 
 
 def _lists_packages(project: Path) -> bool:
-    """Says whether a project file has dependencies: many of them only configure tools."""
     try:
-        table = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
+        return lists_packages(project.read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        return False
+
+
+def lists_packages(project: str) -> bool:
+    """Says whether the text of a project file has dependencies: many of them only configure tools."""
+    try:
+        table = tomllib.loads(project).get("project", {})
+    except (ValueError, RecursionError):
         return False
     return isinstance(table, dict) and bool(table.get("dependencies"))
 
