@@ -51,7 +51,7 @@ PLANTS: Final = (
     Plant("inside-a-layer", "train/status/views.py", "import strata.train.wire.replies"),
     Plant("fleet-shells", "fleet/agent/plant.py", "import strata.fleet.store.rows"),
     Plant("fleet-shells", "fleet/store/plant.py", "import strata.fleet.http.routes"),
-    Plant("agent", "sdk/datasets.py", "from strata.fleet.agent.environment import job_environment"),
+    Plant("agent", "sdk/datasets.py", "from strata.fleet.agent.environment_variables import job_environment"),
     Plant("agent", "cli/fleet/prepare.py", "def later() -> None:\n    import strata.fleet.agent.loop"),
     Plant("fleet-stores", "fleet/store/sqlite/plant.py", "import strata.fleet.store.postgres.tables"),
     Plant("fleet-stores", "fleet/store/rows.py", "import strata.fleet.store.sqlite.tables"),

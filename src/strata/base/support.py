@@ -1,4 +1,5 @@
-"""What carries: each capability with its level, the test that shows it, and where that ran.
+"""The table of capabilities: level (core, supported, experimental), test and hardware of each; and the warning about
+experimental ones.
 
 `core` is what the README promises, `supported` is tested and kept, `experimental` may change or fail. What never ran on
 the hardware it is for is experimental there. Help, logs, docs/support.md and a rule test read this table.
@@ -84,9 +85,34 @@ FLEET: Final = (
     SupportRow("secrets of jobs", "supported", None, "pr", "tests/shell/fleet_http/test_secrets.py", _CI),
     SupportRow("events and webhooks", "supported", None, "pr", "tests/shell/fleet_http/test_webhooks.py", _CI),
     SupportRow("strata exec", "supported", None, "pr", "tests/shell/fleet_agent/test_exec.py", _CI),
+    SupportRow(
+        "AI agents by MCP (strata mcp)",
+        "experimental",
+        None,
+        "pr",
+        "tests/shell/cli_fleet/test_mcp.py",
+        "the client of the protocol's Python library",
+        ("strata mcp",),
+    ),
     SupportRow("gangs as jobs", "core", None, "merge", "tests/e2e/test_fleet_gang.py", _NAMESPACES),
     SupportRow(
         "training servers as jobs", "core", "experimental", "merge", "tests/e2e/test_hub_training.py", _NAMESPACES
+    ),
+    SupportRow(
+        "ephemeral hosts, nodes of Slurm",
+        "supported",
+        None,
+        "merge",
+        "tests/e2e/test_slurm.py",
+        "slurmctld and slurmd of Debian, one node",
+    ),
+    SupportRow(
+        "container images, compose, Kubernetes",
+        "experimental",
+        None,
+        "check",
+        "tests/rules/test_images.py",
+        "hub, PostgreSQL and agent by compose.yaml in podman, packages mounted; no build to its end, no cluster",
     ),
     SupportRow(
         "agent as a systemd service",
@@ -205,6 +231,10 @@ SHARED: Final = (
     SupportRow("journal on SQLite and PostgreSQL", "core", None, "pr", "tests/conformance/journal", _CI),
     SupportRow("kills of processes and databases", "core", None, "pr", "tests/shell/journal/test_crash.py", _CI),
     SupportRow("command line in a base install", "core", None, "pr", "tests/e2e/test_base_install.py", _CI),
+    SupportRow(
+        "a first manifest or recipe (strata init)", "supported", None, "pr", "tests/shell/cli/test_init.py", _CI
+    ),
+    SupportRow("strata demo", "supported", None, "merge", "tests/e2e/test_demo.py", _CI),
     SupportRow("object stores", "supported", None, "pr", "tests/shell/train_store/test_objects.py", "SeaweedFS"),
     SupportRow("traces (OpenTelemetry)", "supported", None, "pr", "tests/shell/http/test_otel.py", _CI),
     SupportRow("metrics for Prometheus", "supported", None, "pr", "tests/shell/http/test_metrics.py", _CI),

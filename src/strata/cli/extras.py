@@ -1,4 +1,4 @@
-"""Knows which extra provides a package that is not installed, and words the error that names it."""
+"""Finds the extra (`pip install 'strata-train[…]'`) that provides a missing package, and words the error."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from strata.base.errors import Code, StrataError
 
 DISTRIBUTION: Final = "strata-train"
 
+COMPOSED: Final = ("all", "demo", "dev")
+"""Extras that are made of others: a missing package is explained by the one that is about it."""
 IRREGULAR: Final[Mapping[str, str]] = {
     "backports": "backports-zstd",
     "google": "protobuf",
@@ -64,7 +66,7 @@ def extras_by_distribution() -> dict[str, str]:
     extras: dict[str, str] = {}
     for requirement in requires(DISTRIBUTION) or []:
         match = _REQUIREMENT.match(requirement)
-        if match and match["extra"] not in ("all", "dev"):
+        if match and match["extra"] not in COMPOSED:
             name = match["name"].lower().replace("_", "-")
             extras[name] = min(match["extra"], extras.get(name, match["extra"]))
     return extras

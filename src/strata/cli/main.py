@@ -1,4 +1,6 @@
-"""`strata`: the table of commands and the outermost handler. Nothing imported here imports a layer, rich or asyncio."""
+"""`strata`: the table of all commands with their one-line help, aliases and synonyms, and the outermost
+error handler.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from strata.cli.output import print_error
 
 _TABLE: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
     "Run and follow jobs": {
+        "init": ("init:init", "Write a first manifest or recipe from what FOLDER has."),
         "run": ("fleet.run:run", "Run COMMAND in a copy of the current folder on a host of the fleet."),
         "apply": ("fleet.apply:apply", "Queue the jobs of MANIFEST, and update those that differ."),
         "list": ("fleet.jobs:list_jobs", "List jobs with their status and host."),
@@ -56,9 +59,11 @@ _TABLE: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
         "agent": ("agent:agent", "Run the agent of this host: claim jobs, run them, report."),
     },
     "Hub": {
+        "demo": ("demo:demo", "Fill a dashboard with real work of this machine, then remove it all."),
         "up": ("fleet.up:up", "Run a hub and an agent on this machine, in one process."),
         "hub": ("hub:hub", "Run the hub: schedule jobs on hosts, and store their logs and results."),
         "dashboard": ("fleet.dashboard:dashboard", "Print a link that logs your browser in to the dashboard."),
+        "mcp": ("mcp.command:mcp", "Let AI agents use the hub by Model Context Protocol (experimental)."),
         "keys": ("fleet.keys:keys", "Create, list and revoke API keys of people and programs."),
         "quota": ("fleet.quota:quota", "Show what each owner may use of the fleet, or change it."),
         "secrets": ("fleet.secrets:secrets", "Set, list and remove secrets of jobs."),
@@ -104,6 +109,7 @@ SYNONYMS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("log", "output", "stdout"), "logs"),
     **dict.fromkeys(("tail", "follow", "attach"), "logs -f"),
     **dict.fromkeys(("submit", "launch", "start", "sbatch", "srun", "qsub"), "run"),
+    **dict.fromkeys(("new", "scaffold"), "init"),
     "deploy": "apply",
     **dict.fromkeys(("node", "nodes", "host", "machine", "machines", "agents", "sinfo"), "hosts"),
     **dict.fromkeys(("explain", "reason", "diagnosis"), "why"),
@@ -126,6 +132,7 @@ SYNONYMS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("alert", "alerts", "webhook", "slack"), "notify"),
     **dict.fromkeys(("server", "daemon"), "hub"),
     "migrate": "move",
+    **dict.fromkeys(("try", "tour", "playground"), "demo"),
     **dict.fromkeys(("dump", "snapshot"), "backup"),
     **dict.fromkeys(("finetune", "sft", "dpo", "grpo", "distill"), "train"),
     "tinker": "serve",
@@ -144,7 +151,7 @@ class Invocation:
         self.debug = False
 
 
-FIRST: Final = ("up", "run", "apply", "status", "logs", "metrics", "artifacts", "dashboard")
+FIRST: Final = ("demo", "init", "up", "run", "apply", "status", "logs", "metrics", "artifacts", "dashboard")
 """What `strata` alone lists."""
 
 

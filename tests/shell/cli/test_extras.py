@@ -12,7 +12,14 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from strata.base.errors import Code, StrataError
-from strata.cli.extras import IRREGULAR, distribution_of, explain_missing_module, extras_by_distribution, require
+from strata.cli.extras import (
+    COMPOSED,
+    IRREGULAR,
+    distribution_of,
+    explain_missing_module,
+    extras_by_distribution,
+    require,
+)
 
 ROOT: Final = Path(__file__).parents[3]
 
@@ -22,7 +29,7 @@ def optional() -> dict[str, list[str]]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     found: dict[str, list[str]] = {}
     for extra, requirements in project["optional-dependencies"].items():
-        for line in requirements if extra not in ("all", "dev") else []:
+        for line in requirements if extra not in COMPOSED else []:
             found.setdefault(canonicalize_name(Requirement(line).name), []).append(extra)
     return found
 
