@@ -1,5 +1,5 @@
 // The driver of the conformance suite: commands as lines of JSON in, answers as lines of JSON out. The protocol is in
-// docs/coordinator.md, "How to write a worker in another language".
+// docs/coordinator-protocol.md, "How to write a worker in another language".
 #pragma once
 
 #include <istream>

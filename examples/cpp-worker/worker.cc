@@ -123,11 +123,15 @@ std::uint64_t Worker::dataset(const Dataset& dataset) {
 
 void Worker::confirm(const std::string& dataset_id) {
   Known& known = datasets_[dataset_id];
-  const auto ack = session_->call<v1::DatasetInfo, v1::DatasetAck>(&Stub::AckDataset, [&](const Identity& me) {
-    auto request = from<v1::DatasetInfo>(me);
-    request.MergeFrom(known.message);
-    return request;
-  });
+  // Workers that start together define it while others still join.
+  const auto ack = session_->call<v1::DatasetInfo, v1::DatasetAck>(
+      &Stub::AckDataset,
+      [&](const Identity& me) {
+        auto request = from<v1::DatasetInfo>(me);
+        request.MergeFrom(known.message);
+        return request;
+      },
+      kAttempt, false);
   known.num_shards = ack.num_shards();
 }
 

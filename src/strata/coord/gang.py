@@ -1,4 +1,6 @@
-"""`strata gang run`: the workers of one host under torchrun, and for a run on one host its coordinator.
+"""`strata gang run`: starts torchrun, or without torch the workers of one host (`local_workers`), and for a single host
+a coordinator; restarts them, watches for hung workers and dumps their stacks, goes on with fewer workers after a drain,
+and relays heartbeats; with the timeouts of all that.
 
 torchrun starts failed workers again, all hosts together (`torch_rendezvous`). Here is what it cannot do: start a
 coordinator and torchrun again when one of them dies, go on with fewer workers when some are drained, see to workers
@@ -61,6 +63,8 @@ PHASE_S: Final = 60.0
 """Longer than most intervals of heartbeats."""
 RELAY: Final = "STRATA_WORKER_RELAY"
 DRAINED: Final = "STRATA_WORKER_DRAINED"
+ADDRESS: Final = "STRATA_WORKER_ADDRESS"
+JOB: Final = "STRATA_WORKER_JOB"
 TOKENS_S: Final = 3650 * 86_400
 """Tokens of a private coordinator end with its secret, which is made anew for every run."""
 
@@ -86,6 +90,8 @@ class GangOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for the least number of hosts."""
     check_hosts: float | None = None
     """Exclude a host that is so many times slower than the others, or computes wrongly; None: check none."""
+    torchrun: bool = True
+    """Whether torchrun starts the workers; without torch `coord.local_workers` does, on one host."""
     program: tuple[str, ...] = ()
 
 
@@ -319,8 +325,8 @@ class GangLauncher:
         while True:
             files.remove()
             self._torchrun = process = await asyncio.create_subprocess_exec(
-                *_torchrun_command(self._options, self._worker_count, address, files),
-                env=self._worker_environment(),
+                *_launch_command(self._options, self._worker_count, address, files),
+                env=self._worker_environment(address),
                 start_new_session=True,
                 preexec_fn=partial(end_with_parent, parent=os.getpid()),
             )
@@ -364,13 +370,13 @@ class GangLauncher:
         """Files named after the processes of workers that were drained since torchrun was started."""
         return [*self._drained.iterdir()] if self._drained is not None else []
 
-    def _worker_environment(self) -> Mapping[str, str]:
+    def _worker_environment(self, address: str) -> Mapping[str, str]:
         """Relay and folder are those of this run; a run inside another one does not inherit them."""
         own = self._tokens
         found = process_environment() if own is None else with_secret_file("WORKER_TOKEN", own.worker)
-        here = {RELAY: self._relay, DRAINED: self._drained}
+        here = {RELAY: self._relay, DRAINED: self._drained, ADDRESS: address, JOB: self._options.job}
         others = {name: value for name, value in found.items() if name not in here}
-        return others | {name: str(path) for name, path in here.items() if path is not None}
+        return others | {name: str(value) for name, value in here.items() if value is not None}
 
     async def _end(self, *tasks: asyncio.Task[int] | asyncio.Task[None] | asyncio.Task[bool]) -> None:
         for task in tasks:
@@ -498,6 +504,13 @@ def _is_running(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def _launch_command(options: GangOptions, workers: int, address: str, files: RendezvousFiles) -> list[str]:
+    if options.torchrun:
+        return _torchrun_command(options, workers, address, files)
+    own = (sys.executable, "-P", "-m", "strata.coord.local_workers")
+    return [*own, str(workers), str(options.max_restarts), *options.program]
 
 
 def _torchrun_command(options: GangOptions, workers: int, address: str, files: RendezvousFiles) -> list[str]:

@@ -236,10 +236,15 @@ def test_a_change_is_told_once_and_in_words() -> None:
     assert [*changes.lines(after)] == []
 
 
+def _in_one_order(found: dict[str, Any]) -> dict[str, Any]:
+    """Versions of msgspec order the types of an optional field differently."""
+    return {name: sorted(each, key=str) if name == "anyOf" else each for name, each in found.items()}
+
+
 def test_the_names_in_the_json_are_kept() -> None:
     """A script reads them. If this fails because a field was added: msgspec.json.schema(JobView) is the new file."""
-    schema = json.loads(json.dumps(msgspec.json.schema(JobView)))
-    assert schema == json.loads(SCHEMA.read_text(encoding="utf-8"))
+    schema = json.loads(json.dumps(msgspec.json.schema(JobView)), object_hook=_in_one_order)
+    assert schema == json.loads(SCHEMA.read_text(encoding="utf-8"), object_hook=_in_one_order)
 
 
 def test_the_use_of_gpus_is_the_mean_of_those_that_could_be_read() -> None:

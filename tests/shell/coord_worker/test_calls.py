@@ -213,6 +213,17 @@ async def test_an_unknown_dataset_is_not_an_eviction() -> None:
         await found.barrier("still here")
 
 
+async def test_a_dataset_is_defined_while_others_still_join() -> None:
+    async with in_process() as running, worker(running) as found, worker(running, "other", elastic=True):
+        async with asyncio.timeout(10):
+            while not found.is_stale:
+                await asyncio.sleep(0.01)
+        assert await found.dataset("corpus", samples=100, shard_size=10) == 10
+        with pytest.raises(StrataError) as caught:
+            await found.next_shard("corpus", 0)
+        assert strata.reason_of(caught.value) is strata.Reason.MEMBERSHIP_CHANGED
+
+
 async def test_deterministic_shards_belong_to_a_step() -> None:
     async with in_process() as running, worker(running) as found:
         await found.dataset(

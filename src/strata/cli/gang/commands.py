@@ -1,4 +1,6 @@
-"""`strata gang`: the workers of one job, at a glance or live, and commands for them. Starting them is in `run`."""
+"""`strata gang`: show, events, goodput, list, create, update, reset, delete, checkpoint, and the orders to workers
+(stop, drain, rebalance, reload); options, timeouts (20 s, checkpoint 60 s), and replies. `run` is in `run`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from strata.cli.layout import print_once
 from strata.cli.options import FILE, combine, config_option, read_pair
 from strata.cli.output import Format, output_option, print_error
 from strata.cli.rows import Column, Rows
-from strata.cli.watch import check_watched, watch_flag, watch_option
+from strata.cli.watch import check_watched, view_options, watch_flag
 
 if TYPE_CHECKING:
     from strata.coord.operator import CommandReceipt, Operator, OperatorSettings
@@ -140,8 +142,7 @@ def _show_jobs(jobs: Iterable[JobSummaryView], output: Format) -> None:
 )
 @click.option("--before", type=click.IntRange(min=1), default=None, metavar="NUMBER", help="Show events before NUMBER.")
 @connection_options
-@output_option
-@watch_option
+@view_options
 def events(
     job: str | None, kinds: tuple[str, ...], search: str, limit: int, before: int | None, output: Format, **given: Any
 ) -> None:
@@ -161,8 +162,7 @@ def events(
 @gang.command("goodput")
 @click.argument("job", required=False)
 @connection_options
-@output_option
-@watch_option
+@view_options
 def show_goodput(job: str | None, output: Format, **given: Any) -> None:
     """Show how JOB spent the time of its run.
 
@@ -177,8 +177,7 @@ def show_goodput(job: str | None, output: Format, **given: Any) -> None:
 
 @gang.command("list")
 @connection_options
-@output_option
-@watch_option
+@view_options
 def list_jobs(output: Format, **given: Any) -> None:
     """List the jobs of the coordinator; with a token, only the job of that token.
 

@@ -1,8 +1,9 @@
-"""`strata gang run`: a training program on this host, as many workers as it is told, alone or with other hosts."""
+"""`strata gang run`: its options, and what it prints."""
 
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,6 +17,7 @@ from strata.cli.output import print_error
 if TYPE_CHECKING:
     from strata.coord.view import JobView
 
+ONE_HOST: Final = ("1", "1:1")
 _HOSTS: Final = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
 
 
@@ -81,8 +83,9 @@ _HOSTS: Final = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
 def run(ctx: click.Context, /, program: tuple[str, ...], **given: Any) -> None:
     """Train with PROGRAM, a Python file, on N workers of this host.
 
-    PROGRAM runs under torchrun and calls strata.join(). Failed workers start again from the last committed checkpoint;
-    a second run of the same job does too. With --nnodes, run the same command with the same --coordinator on each host.
+    PROGRAM runs under torchrun and calls strata.join(); without torch only on one host. Failed workers start again from
+    the last committed checkpoint; a second run of the same job does too. With --nnodes, run the same command with the
+    same --coordinator on each host.
     Token and TLS are those of workers (STRATA_WORKER_TOKEN_FILE, STRATA_WORKER_TLS_CA). Ctrl-C ends it.
     """
     hosts = given["hosts"]
@@ -97,12 +100,15 @@ def run(ctx: click.Context, /, program: tuple[str, ...], **given: Any) -> None:
 
     require("grpc", extra="coordinator")
     require("psutil", extra="worker")
-    require("torch", extra="train")
+    with_torch = find_spec("torch") is not None
+    if not with_torch and (hosts not in ONE_HOST or given["check_hosts"] is not None):
+        # torchrun starts the workers of several hosts together, and the check of hosts computes with torch.
+        require("torch", extra="train")
     from strata.coord.gang import INTERRUPTED, GangLauncher, GangOptions
 
     job = given.pop("job") or PurePath(program[0]).stem
     folder = (given.pop("folder") or Path(f"gang-{job}")).absolute()
-    options = GangOptions(job=job, folder=folder, program=program, **given)
+    options = GangOptions(job=job, folder=folder, program=program, torchrun=with_torch, **given)
     changes = GangChanges()
 
     def show(job: JobView) -> None:

@@ -1,4 +1,5 @@
-"""The telemetry of a job: last heartbeats, presence streams, and which generation and command are committed.
+"""What this process alone knows of a job: last heartbeats, step times, presence streams, SDK versions, and the
+committed generation and command that heartbeat replies carry.
 
 All of it is lost with the process. No decision depends on it; heartbeat replies and operators' views are made of it.
 """
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from strata.base.clock import Clock
-from strata.coord.core import straggler_policy
+from strata.coord.core import straggler_reaction
 from strata.coord.core.facts import (
     CheckpointAgreed,
     CheckpointCommitted,
@@ -157,7 +158,7 @@ class CoordinatorTelemetry:
         is_resized = state.fleet != self._fleet
         self._fleet = state.fleet
         for name, telemetry in self.jobs.items():
-            probe = straggler_policy.open_probe(state.soft_of(name))
+            probe = straggler_reaction.open_probe(state.soft_of(name))
             if is_resized or probe != telemetry.hang_probe:
                 telemetry.hang_probe = probe
                 telemetry.shared_reply = None

@@ -1,4 +1,6 @@
-"""`AsyncWorker`: what a training loop does with the coordinator. The blocking `Worker` is this one in a thread."""
+"""`AsyncWorker`: every call of a training loop (join, run, dataset, shards, barrier, checkpoint, recover, leave), with
+how long each waits. The blocking `Worker` is this one in a thread.
+"""
 
 from __future__ import annotations
 
@@ -257,7 +259,8 @@ class AsyncWorker:
             message.incarnation = self.incarnation
             return message
 
-        ack = await self._session.call(lambda stub: stub.AckDataset, make)
+        # Workers that start together define it while others still join.
+        ack = await self._session.call(lambda stub: stub.AckDataset, make, settled=False)
         self._finished[dataset_id] = set(ack.finished_epochs)
         self._shards[dataset_id] = ack.num_shards
         return ack.num_shards
