@@ -1,4 +1,4 @@
-"""A lock on a file, held by one process. The kernel returns it when that process ends, however it ends."""
+"""Locks on files and folders, held by one process until it ends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def is_locked(path: Path) -> bool:
 
 
 @contextmanager
-def lock_folder(folder: Path, name: str, *, taken: str, hint: str) -> Iterator[None]:
+def lock_folder(folder: Path, name: str, *, taken: str, hint: str | None = None) -> Iterator[None]:
     """Hold the lock in the file `name` of the folder; CONFLICT with the message `taken` if another process has it."""
     descriptor = try_lock(folder / name)
     if descriptor is None:

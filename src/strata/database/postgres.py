@@ -1,4 +1,5 @@
-"""A small pool of connections to PostgreSQL that fail fast and reconnect at once.
+"""Connections to PostgreSQL: timeouts, pool, prepared statements, checks of durability (`fsync`), and the table of
+errors.
 
 A pool that backs off for seconds after an outage, and a driver that cancels politely, both outlast our leases. Here a
 call has a deadline; one that misses it loses its connection, closed without a handshake; the next call opens another.
@@ -9,20 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Final
 
 import psycopg
 from psycopg import errors as pg_errors
 from psycopg.conninfo import conninfo_to_dict
-from psycopg.waiting import wait_async
+from psycopg.waiting import Ready, Wait, wait_async
 
 from strata.base.errors import Code, StrataError
 
 _CONNECT_S: Final = 5
 _WAKE_S: Final = 1.0
 """How often a call that waits for a result polls. The driver's own default is to spin."""
+_WRITES: Final = 16
 _FEW: Final = 1000
 _PREPARED: Final = 500
 """Statements that a connection keeps prepared: a hub has some hundreds, some of them with several types of values."""
@@ -52,13 +54,30 @@ class Connection(psycopg.AsyncConnection[Any]):
 
     async def wait(self, gen: Any, interval: float = _WAKE_S, *limit: Any, **named_limit: Any) -> Any:
         try:
-            return await wait_async(gen, self.pgconn.socket, interval, *limit, **named_limit)
+            return await wait_async(_write_at_once(gen), self.pgconn.socket, interval, *limit, **named_limit)
         except asyncio.CancelledError:
             self.pgconn.finish()
             # Left to the garbage collector, an unfinished generator would fail where no caller sees it.
             with suppress(psycopg.Error, RuntimeError):
                 gen.close()
             raise
+
+
+def _write_at_once(gen: Any) -> Generator[Any, Any, Any]:
+    """Answers the driver's question whether it may write with yes: the event loop is asked only if it often was wrong.
+
+    A socket is nearly always writable, and in a pipeline the driver asks several times for each statement.
+    """
+    try:
+        asked = next(gen)
+        while True:
+            for _ in range(_WRITES):
+                if not asked & Wait.W:
+                    break
+                asked = gen.send(Ready.W)
+            asked = gen.send((yield asked))
+    except StopIteration as ended:
+        return ended.value
 
 
 class Connections:

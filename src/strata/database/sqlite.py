@@ -1,4 +1,6 @@
-"""The one thread that owns the SQLite connection: it runs queued functions with group commit."""
+"""The one thread that owns a SQLite connection: group commit (1,024 functions), pragmas, waiting for a lock (5 s), and
+errors.
+"""
 
 from __future__ import annotations
 
@@ -282,6 +284,18 @@ def _prepare(db: sqlite3.Connection, path: Path, schema: SqliteSchema, *, create
     db.execute("BEGIN EXCLUSIVE")
     schema.upgrade(db)
     db.execute("COMMIT")
+
+
+def sqlite_file(database: str) -> Path:
+    """The file that `sqlite:PATH` or a bare path names; INVALID for any other database."""
+    scheme, separator, rest = database.partition(":")
+    if "://" in database or not database:
+        raise StrataError(
+            Code.INVALID,
+            f"{scheme + '://…' if scheme else 'nothing'} is not a database Strata knows",
+            hint="use sqlite:PATH or postgresql://USER@HOST/NAME",
+        )
+    return Path(rest if scheme == "sqlite" and separator else database)
 
 
 def is_empty(db: sqlite3.Connection) -> bool:

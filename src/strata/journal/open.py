@@ -1,11 +1,9 @@
-"""Opens the journal of a database address: `sqlite:PATH` (or a bare path), `postgresql://…`."""
+"""Opens a journal by its address: `sqlite:PATH`, a bare path, or `postgresql://…`."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from strata.base.clock import Clock
-from strata.base.errors import Code, StrataError
+from strata.database.sqlite import sqlite_file
 from strata.journal.port import Journal
 
 
@@ -15,18 +13,10 @@ async def open_journal(database: str, clock: Clock, *, create: bool = True, conn
 
     Each adapter is imported only when it is needed: a base install has no database driver.
     """
-    scheme, separator, rest = database.partition(":")
-    if scheme in ("postgresql", "postgres") and separator:
+    if database.startswith(("postgresql:", "postgres:")):
         from strata.journal.postgres import PostgresJournal
 
         return await PostgresJournal.open(database, clock, create=create, connections=connections)
-    if "://" in database or not database:
-        raise StrataError(
-            Code.INVALID,
-            f"{scheme + '://…' if scheme else 'nothing'} is not a database Strata knows",
-            hint="use sqlite:PATH or postgresql://USER@HOST/NAME",
-        )
     from strata.journal.sqlite import SqliteJournal
 
-    path = Path(rest if scheme == "sqlite" and separator else database)
-    return await SqliteJournal.open(path, clock, create=create)
+    return await SqliteJournal.open(sqlite_file(database), clock, create=create)
