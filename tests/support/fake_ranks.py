@@ -24,6 +24,7 @@ from typing import assert_never
 
 import msgspec
 
+from strata import __version__
 from strata.base import log
 from strata.base.digest import sha256_hex
 from strata.base.errors import StrataError
@@ -103,6 +104,7 @@ class FakeRanks:
     stopped: bool = False
     out_of_memory: bool = False
     """Every pass fails for lack of memory."""
+    version: str = __version__
     takes_s: float | None = None
     """How long a dispatch takes by their own report; measured unless set."""
 
@@ -116,7 +118,14 @@ class FakeRanks:
                 ranks = self.settings.ranks.nproc
                 data_ranks = self.settings.parallel.data_ranks(ranks)
                 return commands.AttachReply(
-                    self.generation, self.group, ranks, self.applied, self._info(), self.written, data_ranks=data_ranks
+                    self.generation,
+                    self.group,
+                    ranks,
+                    self.applied,
+                    self._info(),
+                    self.written,
+                    data_ranks=data_ranks,
+                    version=self.version,
                 )
             case commands.Restore():
                 return self._restore(message)
@@ -468,6 +477,7 @@ def main() -> int:
     parser.add_argument("--applied", type=Path)
     parser.add_argument("--die-at", metavar="FAILPOINT", help="kill the process at this failpoint")
     parser.add_argument("--short-of-memory", action="store_true", help="fail every pass for lack of memory")
+    parser.add_argument("--version", default=__version__, help="pretend to run this version of Strata")
     options = parser.parse_args()
     if options.die_at:
         arm(options.die_at, kill)
@@ -475,7 +485,9 @@ def main() -> int:
     log.configure("json", settings.server.log_level)
     link = RankLink(settings)
     try:
-        serve(FakeRanks(settings, os.urandom(8).hex(), options.applied, out_of_memory=options.short_of_memory), link)
+        ranks = FakeRanks(settings, os.urandom(8).hex(), options.applied, out_of_memory=options.short_of_memory)
+        ranks.version = options.version
+        serve(ranks, link)
     finally:
         link.close()
     return 0

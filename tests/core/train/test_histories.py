@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.core.client_commands import SubmitOperation
-from strata.train.core.commands import RowOutOfMemory
+from strata.train.core.commands import RowOutOfMemory, SnapshotWritten
 from strata.train.core.facts import Dispatched, DispatchFailed, OperationAccepted, OperationFinished
 from strata.train.core.future import OPEN
 from strata.train.core.inputs import ClientCommand, CommitSnapshot, RanksOutOfMemory
@@ -102,7 +102,9 @@ class Histories(RuleBasedStateMachine):
     def a_snapshot_is_written(self, trouble: str | None) -> None:
         taking = self.server.state.snapshotting
         assert taking is not None
-        self.server.ask(CommitSnapshot(taking.number, "digest", 1, 0.0, 0.0, self.server.now_s, trouble))
+        self.server.ask(
+            CommitSnapshot(SnapshotWritten(1, taking.number, "digest", 1, 0.0, 0.0, trouble), self.server.now_s)
+        )
 
     @rule(from_snapshot=st.booleans())
     def restart(self, from_snapshot: bool) -> None:

@@ -10,6 +10,7 @@ from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.core.checkpoint_retention import retained_folders
 from strata.train.core.client_commands import DeleteCheckpoint
+from strata.train.core.commands import SnapshotWritten
 from strata.train.core.facts import SnapshotAbandoned, SnapshotCommitted, SnapshotRejected
 from strata.train.core.inputs import (
     ClientCommand,
@@ -57,7 +58,9 @@ def taken(server: Server) -> Dispatch:
 
 
 def commit(server: Server, number: int, trouble: str | None = None) -> Decision:
-    return server.ask(CommitSnapshot(number, f"digest-{number}", 1, 0.1, 1.0, server.now_s, trouble))
+    return server.ask(
+        CommitSnapshot(SnapshotWritten(1, number, f"digest-{number}", 1, 0.1, 1.0, trouble), server.now_s)
+    )
 
 
 def train(server: Server, model: str, *seqs: int) -> None:
@@ -290,7 +293,7 @@ def test_operations_that_change_no_model_make_no_snapshot_due_however_slow_they_
     server = server_with(snapshot_replay_s=5.0)
     model = model_of(server)
     timed_step(server, model, 1, 5.0)
-    server.ask(CommitSnapshot(taken(server).number, "digest", 1, 0.0, 0.0, server.now_s))
+    server.ask(CommitSnapshot(SnapshotWritten(1, taken(server).number, "digest", 1, 0.0, 0.0), server.now_s))
     server.accept(ops.SaveWeights(model, 2, "weights", "slow"))
     saving = server.dispatch()
     assert saving is not None
@@ -306,7 +309,7 @@ def test_the_longer_the_last_snapshot_took_the_longer_a_replay_may_take() -> Non
     server = server_with(snapshot_replay_s=5.0)
     model = model_of(server)
     timed_step(server, model, 1, 5.0)
-    server.ask(CommitSnapshot(taken(server).number, "digest", 1, 0.5, 1.0, server.now_s))
+    server.ask(CommitSnapshot(SnapshotWritten(1, taken(server).number, "digest", 1, 0.5, 1.0), server.now_s))
     timed_step(server, model, 2, 29.0)
     assert due_reason(server.state, server.now_s) is None
     timed_step(server, model, 3, 1.0)
@@ -347,6 +350,6 @@ def test_however_long_the_load_lasts_a_replay_is_bounded(steps: list[float], wri
         writing_s += took_s
         taking = server.state.snapshotting
         if taking is not None and writing_s >= written_s:
-            server.ask(CommitSnapshot(taking.number, "digest", 1, 0.0, written_s, server.now_s))
+            server.ask(CommitSnapshot(SnapshotWritten(1, taking.number, "digest", 1, 0.0, written_s), server.now_s))
             behind_s = writing_s
         assert behind_s <= max(5.0, written_s / COST_SHARE) + written_s + 2 * LONGEST_S

@@ -185,6 +185,16 @@ async def test_ranks_that_know_more_than_the_journal_are_not_used(tmp_path: Path
         assert await stack.ranks.end() == 0
 
 
+async def test_ranks_of_another_version_are_not_used_until_they_run_the_one_of_the_orchestrator(tmp_path: Path) -> None:
+    async with running(tmp_path, ranks=False) as stack:
+        await stack.start_ranks("--version", "0.0.1")
+        await stack.orchestrator.told("stuck")
+        assert await stack.ranks.end() == 0
+        await stack.start_ranks()
+        await stack.orchestrator.told("attached")
+        assert await stack.model()
+
+
 async def test_an_orchestrator_stops_in_order_when_told_to(tmp_path: Path) -> None:
     async with running(tmp_path) as stack:
         model = await stack.model()

@@ -83,7 +83,7 @@ def drive(driver: Driver, runner: ModelRunner, folder: Path) -> None:
     runner.snapshots.join(120)
     result = runner.snapshots.take()
     assert result is not None
-    assert result.error is None, result
+    assert result.trouble is None, result
     assert driver.do(commands.MakeSampler(ops.SaveSampler("m", 2, "copy"), "")) == [ops.SamplerOpened("copy")]
     assert sample(driver) == 8
     assert isinstance(driver.save("m", "weights"), ops.WeightsSaved)

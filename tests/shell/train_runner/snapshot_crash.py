@@ -48,7 +48,7 @@ def write(folder: Path) -> str | None:
         writer.join(60.0)
     written = writers[0].take()
     assert written is not None
-    assert written.error is None, written.error
+    assert written.trouble is None, written.trouble
     return written.digest
 
 

@@ -107,7 +107,7 @@ def test_the_table_counts_at_least_sixty_families_and_forty_five_equal_ones() ->
     assert TABLE.keys() <= set(tiny_families.FAMILIES)
     assert NEWER or tuple(TABLE) == tiny_families.FAMILIES
     assert family_table.counts(TABLE.values()) in PAGE
-    training = family_table.DOCUMENT.with_name("training.md").read_text(encoding="utf-8")
+    training = family_table.DOCUMENT.with_name("training-models.md").read_text(encoding="utf-8")
     assert f"[{len(EQUAL)} families](families.md)" in training
     built = [row for row in TABLE.values() if row.split("|")[2].strip() != "not built"]
     assert len(built) >= 60

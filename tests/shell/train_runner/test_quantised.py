@@ -229,7 +229,7 @@ def test_ranks_refuse_a_snapshot_of_a_base_that_was_quantised_otherwise(
     runner.snapshots.join(60)
     result = runner.snapshots.take()
     assert result is not None
-    assert result.error is None, result
+    assert result.trouble is None, result
     other = driver_of(ranks, models / "llama", tmp_path / "other").dispatcher._runner
     with pytest.raises(StrataError, match="the snapshot is of a server with quantise 'nf4', here it is ''"):
         other.restore(tmp_path / "snapshot", result.digest)

@@ -18,7 +18,7 @@ from strata.train.core.sampling import (
     SamplingSlice,
 )
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.sampling.scatter import RankSliceResult, SampleScatter
+from strata.train.runner.sampling.scatter import RankSliceResult, SampleScatter, SliceOutcomes
 from tests.shell.train_sampler.rank_process import scenes
 from tests.shell.train_sampler.stage import ask, prompt_of
 from tests.support.torchrun import run_on_ranks
@@ -43,7 +43,11 @@ def test_two_ranks_sample_what_one_does(models: Path, ranks: RankGroup, tmp_path
             np.testing.assert_allclose(sampled["prompt"], other["prompt"], atol=2e-4)
 
 
-NOTHING: Final = RankSliceResult((), (), (), 0, 0, 0, 0, 0, 0)
+NOTHING: Final = RankSliceResult(SliceOutcomes(), 0, 0, 0, 0)
+
+
+def report_of(**outcomes: Any) -> RankSliceResult:
+    return msgspec.structs.replace(NOTHING, outcomes=SliceOutcomes(**outcomes))
 
 
 def sequence(index: int) -> SampledSequence:
@@ -59,8 +63,8 @@ def test_samples_go_where_the_least_is_reserved_and_come_back_in_order() -> None
         ("many", [3], False),
     ]
     assert [(one.request_id, one.indices, one.prompt) for one in second.add] == [("many", [0, 1, 2, 4], True)]
-    ended = msgspec.structs.replace(NOTHING, sequences=[("many", 3, sequence(3))])
-    others = msgspec.structs.replace(NOTHING, sequences=[("many", index, sequence(index)) for index in (4, 1, 0, 2)])
+    ended = report_of(sequences=[("many", 3, sequence(3))])
+    others = report_of(sequences=[("many", index, sequence(index)) for index in (4, 1, 0, 2)])
     assert not scatter.merge([ended, NOTHING]).ended
     scatter.partition(SamplingSlice(1))
     (done,) = scatter.merge([NOTHING, others]).ended
@@ -72,12 +76,12 @@ def test_samples_go_where_the_least_is_reserved_and_come_back_in_order() -> None
 def test_a_request_that_fails_on_one_rank_is_taken_back_from_the_others() -> None:
     scatter = SampleScatter(2, lambda sample: sample.length, 10)
     scatter.partition(SamplingSlice(1, [AddedSample("it", ask(prompt_of(1, 10), num=4))]))
-    done = scatter.merge([msgspec.structs.replace(NOTHING, failed=[("it", "broken")]), NOTHING])
+    done = scatter.merge([report_of(failed=[("it", "broken")]), NOTHING])
     assert done.ended[0].outcome == SampleFailed("user", "broken")
     assert done.requests == 0
     parts = scatter.partition(SamplingSlice(1))
     assert [list(part.cancel) for part in parts] == [["it"], ["it"]]
-    late = msgspec.structs.replace(NOTHING, sequences=[("it", 1, sequence(1))])
+    late = report_of(sequences=[("it", 1, sequence(1))])
     assert not scatter.merge([NOTHING, late]).ended
 
 

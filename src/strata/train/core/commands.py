@@ -1,4 +1,5 @@
-"""The protocol between the orchestrator and rank 0 over their PAIR link, and of rank 0 with the other ranks.
+"""The protocol between orchestrator and rank 0: types of dispatches, attach, restore, snapshots, health and replies,
+and the codes of failures.
 
 A session is a sequence of numbered dispatches under a generation, the leader epoch of the orchestrator. The
 orchestrator opens it with `Attach`; rank 0 replies `AttachReply` with the last dispatch that it applied. A dispatch
@@ -128,6 +129,8 @@ class AttachReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     """The row at which the group before this one ran out of memory, if it did."""
     data_ranks: int = 0
     """Ranks, or groups of ranks, that compute different rows of a pass; 0: each rank."""
+    version: str = ""
+    """The version of Strata. Orchestrator and ranks must have one."""
 
 
 class RowOutOfMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,7 +1,8 @@
-"""The inputs of the state machine, and its decision.
+"""The inputs of the state machine that do not come from clients (results of the ranks, endpoints, passing of time), and
+the decision that it returns.
 
-Commands of clients are declared in `messages`, as the link carries them. The other inputs come from the orchestrator
-itself: results of the ranks, the endpoints' outcomes, and the passing of time.
+Commands of clients are declared in `client_commands`, as the link carries them. The other inputs come from the
+orchestrator itself: results of the ranks, the endpoints' outcomes, and the passing of time.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from strata.train.core import ops
 from strata.train.core.client_commands import Accepted, Command, Done
-from strata.train.core.commands import RowOutOfMemory
+from strata.train.core.commands import RowOutOfMemory, SnapshotWritten
 from strata.train.core.facts import Fact
 from strata.train.core.scheduler import Charges
 from strata.train.core.state import Dispatch
@@ -68,15 +69,10 @@ class CompleteSnapshotCopy:
 
 @dataclass(frozen=True)
 class CommitSnapshot:
-    """All files of a snapshot are durable, or `trouble` says why not."""
+    """All files of a snapshot are durable, or its `trouble` says why not."""
 
-    number: int
-    digest: str
-    size: int
-    held_s: float
-    written_s: float
+    written: SnapshotWritten
     at_s: float
-    trouble: str | None = None
 
 
 @dataclass(frozen=True)

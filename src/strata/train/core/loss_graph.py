@@ -1,4 +1,5 @@
-"""Losses of clients: a traced function as plain data, in the graph format of the `tinker` SDK, and its allow-list.
+"""The format of clients' losses as traced graphs, the allow-list of torch operations, and the limits of nodes (512),
+inputs, metrics and nesting.
 
 A graph is a list of nodes in the order of execution; a node refers to earlier ones by name. Nothing in it is code: the
 ranks look every operation up in a table of their own. It is checked here before it is journaled. What depends on the
@@ -253,4 +254,4 @@ def _check_call(node: LossNode) -> None:
 
 def _refuse(why: str, node: LossNode | None = None) -> NoReturn:
     where = "graph" if node is None else f"graph: node {node.name[:80]!r} ({node.op} {node.target[:80]})"
-    raise StrataError(Code.INVALID, f"{where}: {why}", hint="docs/training.md lists what a loss may be made of")
+    raise StrataError(Code.INVALID, f"{where}: {why}", hint="docs/training-losses.md lists what a loss may be made of")

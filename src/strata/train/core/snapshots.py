@@ -1,4 +1,5 @@
-"""Snapshots of all models between two dispatches: when one is due, which are retained, and the recovery point.
+"""Snapshots of all models: when one is due, its share of the time (5 %), how many are retained (2), backoff after a
+failed one, and the recovery point with what is replayed after it.
 
 A snapshot is a dispatch of its own, so its position among the others is exact. It is committed once its files are
 durable and every dispatch before it has results (`SnapshotCommitted`). New ranks restore the newest snapshot and replay
@@ -78,13 +79,13 @@ def snapshot_copied(state: TrainState, request: CompleteSnapshotCopy) -> Decisio
 
 def commit_snapshot(state: TrainState, request: CommitSnapshot) -> Decision:
     """Not before every dispatch up to it has results: no replay from the snapshot would produce them."""
-    taking = state.snapshotting
-    if taking is None or taking.number != request.number or state.settled_through < request.number:
+    taking, done = state.snapshotting, request.written
+    if taking is None or taking.number != done.number or state.settled_through < done.number:
         return Decision(Done())
-    if request.trouble is not None:
-        return Decision(Done(), (SnapshotAbandoned(request.number, request.trouble),))
+    if done.trouble is not None:
+        return Decision(Done(), (SnapshotAbandoned(done.number, done.trouble),))
     fact = SnapshotCommitted(
-        request.number, taking.name, request.digest, request.at_s, request.size, request.held_s, request.written_s
+        done.number, taking.name, done.digest, request.at_s, done.size, done.held_s, done.written_s
     )
     return Decision(Done(), (fact,))
 

@@ -1,4 +1,6 @@
-"""The state of a training server: built from facts, except the deficit counters of the scheduler."""
+"""The state of a training server as types (sessions, models, samplers, checkpoints, dispatches), and `Rules`: every
+limit and lifetime that the core decides by, with defaults; also the pattern of names.
+"""
 
 from __future__ import annotations
 
@@ -195,17 +197,6 @@ class InferenceEndpoint(msgspec.Struct, frozen=True):
     added_at_s: float
 
 
-class Push(msgspec.Struct, frozen=True):
-    """A push of weights to endpoints in progress. Idempotent: no other weights have that version."""
-
-    path: str
-    version: str
-    model_id: str
-    seq_id: int
-    endpoints: Sequence[str]
-    future_id: str
-
-
 class Publication(msgspec.Struct, frozen=True):
     """Weights that endpoints have, unless they were restarted since."""
 
@@ -214,6 +205,12 @@ class Publication(msgspec.Struct, frozen=True):
     model_id: str
     seq_id: int
     endpoints: Sequence[str]
+
+
+class Push(Publication, frozen=True):
+    """A push of weights to endpoints in progress. Idempotent: no other weights have that version."""
+
+    future_id: str
 
 
 class ModelCheckpoint(msgspec.Struct, frozen=True):

@@ -1,4 +1,7 @@
-"""`Orchestrator`: leads the journal of a training server, serves API servers, and keeps a group of ranks at work."""
+"""`Orchestrator`: leads the journal, accepts at most 5,000 open requests, supervises groups of ranks (a dispatch in
+which three groups died fails), and runs the background loops at their intervals (expiry, replication, snapshots,
+compaction, curves).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from strata import __version__
 from strata.base import log, trace
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
@@ -272,6 +276,9 @@ class Orchestrator:
         state = context.store.state
         if attached.group in self._quarantined_groups:
             return "it was quarantined"
+        if attached.version != __version__:
+            theirs = attached.version or "an older version"
+            return f"these ranks run strata {theirs}, the orchestrator {__version__}: start both from one version"
         reason = reject_reason(state, attached.group, attached.applied)
         if reason is not None:
             return reason

@@ -1,4 +1,5 @@
-"""`RankSession`: the orchestrator's session with one group of ranks, from its attach reply to its end.
+"""`RankSession`: one session with a group of ranks: attach, restore of the snapshot, replay, dispatch, timeout,
+divergence, and how its end is described.
 
 Recovery is part of every session. A group reports the last dispatch it applied, and the session replays every dispatch
 after that one in its original composition. Rank 0 answers what it applied already from memory. A new group first
@@ -374,16 +375,7 @@ class RankSession:
         failpoint("train.orchestrator.snapshot_heard")
         if written.trouble is not None:
             _log.error("model_snapshot_failed", number=written.number, reason=written.trouble)
-        request = CommitSnapshot(
-            written.number,
-            written.digest,
-            written.size,
-            written.held_s,
-            written.written_s,
-            store.clock.wall_s(),
-            written.trouble,
-        )
-        decision, _ = store.submit_nowait(request)
+        decision, _ = store.submit_nowait(CommitSnapshot(written, store.clock.wall_s()))
         if decision.facts and written.trouble is None:
             _log.info(
                 "model_snapshot_committed",

@@ -1,4 +1,5 @@
-"""The process of a rank: rank 0 executes the orchestrator's commands (`RunnerDispatcher`), the others follow it.
+"""The process of a rank: rank 0 receives dispatches, executes each once, keeps replies and fences old generations
+(`RunnerDispatcher`); the others follow its broadcasts.
 
 Dispatches are idempotent: each is executed once. Its reply is kept until the orchestrator says that it is durable, and
 a dispatch that arrives again gets the kept reply. A message of an earlier leader generation is fenced off.
@@ -21,6 +22,7 @@ from typing import Protocol, assert_never
 import msgspec
 import torch.distributed as dist
 
+from strata import __version__
 from strata.base import log, trace
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
@@ -97,9 +99,7 @@ class RunnerDispatcher:
         done = self._runner.snapshots.take()
         if done is not None:
             failpoint("train.snapshot.before_told")
-            self._written = commands.SnapshotWritten(
-                self._generation, done.number, done.digest, done.size, done.held_s, done.written_s, done.error
-            )
+            self._written = msgspec.structs.replace(done, generation=self._generation)
             self._unsent = True
         if self._unsent and self._written is not None:
             self._unsent = not self._link.send(self._written)
@@ -160,6 +160,7 @@ class RunnerDispatcher:
             model=msgspec.structs.replace(self._runner.base.info(), row_tokens=self._runner.memory.row_tokens),
             written=self._written,
             exhausted=self._runner.memory.exhausted,
+            version=__version__,
         )
 
     def _execute_once(self, command: commands.DispatchCommand) -> commands.DispatchReply:
@@ -239,7 +240,7 @@ class RunnerDispatcher:
         report = scatter.encode(sampler.run(scatter.decode_slice(parts[0]), self._report_parts))
         reports = [scatter.decode_slice_result(result) for result in self._ranks.gather(report)]
         # Those of the other ranks, which have no link of their own.
-        streamed = [part for each in reports for part in each.streamed]
+        streamed = [part for each in reports for part in each.outcomes.streamed]
         if streamed:
             self._report_parts(streamed)
         return self._scatter.merge(reports)

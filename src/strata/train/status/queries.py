@@ -1,4 +1,4 @@
-"""The queries of clients, which only read."""
+"""The queries of clients as types: futures, samples, models, sessions, checkpoints, status, curves, rollouts, usage."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ class SamplerRequest(Request, frozen=True):
 
 class SessionHeartbeat(SessionRequest, frozen=True, tag="beat_session"):
     """The client is alive. Every request that names a session says so; this one says nothing else."""
+
+
+class ModelRequest(Request, frozen=True):
+    model_id: str
+
+    @property
+    def subject(self) -> str | None:
+        return self.model_id
 
 
 class WatchFuture(FutureRequest, frozen=True, tag="watch_future"):
@@ -46,12 +54,8 @@ class WatchSamples(SamplerRequest, frozen=True, tag="watch_samples"):
     """Wait even if nothing is open that could end."""
 
 
-class DescribeModel(Request, frozen=True, tag="describe_model"):
-    model_id: str
-
-    @property
-    def subject(self) -> str | None:
-        return self.model_id
+class DescribeModel(ModelRequest, frozen=True, tag="describe_model"):
+    pass
 
 
 class DescribeCustomLoss(Request, frozen=True, tag="describe_custom_loss"):
@@ -98,17 +102,12 @@ class DescribeCheckpoint(SavedCheckpointRequest, frozen=True, tag="describe_chec
     """Describes a checkpoint of this tenant, or a public one."""
 
 
-class ListResults(Request, frozen=True, tag="list_results"):
+class ListResults(ModelRequest, frozen=True, tag="list_results"):
     """Lists results of the passes and steps of one model that ended and whose results are kept, in their order."""
 
-    model_id: str
     after: int
     """The sequence number of the last one that is known."""
     limit: int
-
-    @property
-    def subject(self) -> str | None:
-        return self.model_id
 
 
 class DescribeServer(Request, frozen=True, tag="describe_server"):
@@ -148,17 +147,12 @@ class DescribeActivity(Request, frozen=True, tag="describe_activity"):
     operations: int
 
 
-class ReportMetrics(Request, frozen=True, tag="report_metrics"):
+class ReportMetrics(ModelRequest, frozen=True, tag="report_metrics"):
     """What the client of a model measured, for the curves of the next step. In memory only, and so no command."""
 
-    model_id: str
     seq_id: int
     """They belong to the first optimizer step from this number on."""
     values: Mapping[str, float]
-
-    @property
-    def subject(self) -> str | None:
-        return self.model_id
 
 
 class ReadThroughput(Request, frozen=True, tag="read_throughput"):

@@ -1,4 +1,5 @@
-"""Request bodies in small JSON, as the clients of the tinker protocol write them.
+"""JSON request bodies of the tinker protocol except samples: their fields, defaults, limits (metadata of 4 KiB) and
+conversion to operations, and the parsing of `tinker://` paths.
 
 Bodies are strict: a parameter of a newer client that this server would ignore must not pass for applied. Queries are
 lenient. `sdk_model` is the model of the `tinker` SDK that a body reads: `sdk_fields` knows its defaults, and a contract
@@ -207,8 +208,9 @@ class AbortGradientsBody(StrictBody, frozen=True, kw_only=True):
         return ops.AbortGradients(self.model_id, self.seq_id)
 
 
-class SaveWeightsBody(StrictBody, frozen=True, kw_only=True):
-    sdk_model: ClassVar[str] = "SaveWeightsRequest"
+class SaveBody(StrictBody, frozen=True, kw_only=True):
+    """What requests to save weights have in common."""
+
     model_id: Name
     seq_id: Seq
     path: Name | None = None
@@ -217,17 +219,23 @@ class SaveWeightsBody(StrictBody, frozen=True, kw_only=True):
     overwrite: bool = False
     user_metadata: dict[str, Any] | None = None
 
-    def operation(self) -> ops.SaveWeights:
-        name = checkpoint_name(self.path if self.path is not None else f"step-{self.seq_id}")
+    def save(self, kind: ops.WeightsKind) -> ops.SaveWeights:
         return ops.SaveWeights(
             model_id=self.model_id,
             seq_id=self.seq_id,
-            kind="weights",
-            name=name,
+            kind=kind,
+            name=checkpoint_name(self.path if self.path is not None else f"step-{self.seq_id}"),
             overwrite=self.overwrite,
             ttl_s=self.ttl_seconds,
             user_metadata=metadata_as_text(self.user_metadata),
         )
+
+
+class SaveWeightsBody(SaveBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "SaveWeightsRequest"
+
+    def operation(self) -> ops.SaveWeights:
+        return self.save("weights")
 
 
 class SaveWeightsExternalBody(StrictBody, frozen=True, kw_only=True):

@@ -1,4 +1,5 @@
-"""Requests for samples, and what was sampled, as the clients of the training protocol write and read them.
+"""Requests for samples in the training protocol, and their results: fields, defaults, limits (stops, target tokens),
+and conversion to core types.
 
 Of a prompt a client may get log probabilities of tokens that it names, and of alternatives that are drawn.
 """
@@ -29,7 +30,7 @@ from strata.train.core.sampling import (
 from strata.train.status import views
 from strata.train.status.completion_log import CLIENT_BLOCK
 from strata.train.wire.arrays import check_tensor
-from strata.train.wire.bodies import Name, Seq, StrictBody, checkpoint_name, metadata_as_text, tinker_path
+from strata.train.wire.bodies import Name, SaveBody, StrictBody, tinker_path
 from strata.train.wire.fields import Token, invalid_field
 from strata.train.wire.pass_request import UNPUBLISHED
 from strata.train.wire.pb import tinker_pb2 as pb
@@ -169,16 +170,10 @@ class CreateSamplingSession(StrictBody, frozen=True, kw_only=True):
         return ops.OpenSampler(sampler_id, served)
 
 
-class SaveWeightsForSampler(StrictBody, frozen=True, kw_only=True):
+class SaveWeightsForSampler(SaveBody, frozen=True, kw_only=True):
     sdk_model: ClassVar[str] = "SaveWeightsForSamplerRequest"
-    model_id: Name
-    seq_id: Seq
-    path: Name | None = None
     sampling_session_seq_id: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: Annotated[float, msgspec.Meta(gt=0, le=3.2e8)] | None = None
-    overwrite: bool = False
-    user_metadata: dict[str, Any] | None = None
 
     def operation(self) -> ops.SaveWeights | ops.SaveSampler:
         """Files with a name, or a sampler that lives only in memory."""
@@ -190,15 +185,7 @@ class SaveWeightsForSampler(StrictBody, frozen=True, kw_only=True):
             session_id = self.model_id.rpartition(":train:")[0]
             sampler_id = sampler_id_of(session_id, self.sampling_session_seq_id)
             return ops.SaveSampler(self.model_id, self.seq_id, sampler_id)
-        return ops.SaveWeights(
-            model_id=self.model_id,
-            seq_id=self.seq_id,
-            kind="sampler_weights",
-            name=checkpoint_name(self.path if self.path is not None else f"step-{self.seq_id}"),
-            overwrite=self.overwrite,
-            ttl_s=self.ttl_seconds,
-            user_metadata=metadata_as_text(self.user_metadata),
-        )
+        return self.save("sampler_weights")
 
 
 class SampleFuture(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,5 @@
-"""Continuous batching: sequences are admitted when the KV cache has room, decode together, and leave one by one.
+"""Continuous batching: when waiting sequences are admitted, prefill of prompts, one decode step of all, and removal of
+ended ones.
 
 A step is at most one prefill, over the prompts of the sequences that were admitted, and one decode, over a single token
 of every running sequence. What belongs to the rows of a decode is rebuilt when a sequence joins or leaves, not with
@@ -10,40 +11,19 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
 
-from strata.train.core.sampling import SampledPart, SampledSequence
 from strata.train.runner.lora.hooks import Span
 from strata.train.runner.sampling.inference_model import InferenceModel
 from strata.train.runner.sampling.kv_cache import BLOCK, DecodePlan, KVCache, KVPool, KVPoolRows, PrefillPlan, Prompt
-from strata.train.runner.sampling.prompt_logprobs import PromptLogprobs, compute_prompt_logprobs
+from strata.train.runner.sampling.prompt_logprobs import compute_prompt_logprobs
 from strata.train.runner.sampling.sampling_ops import LogitsProcessor, SampledTokens, sample_tokens
+from strata.train.runner.sampling.scatter import SliceOutcomes
 from strata.train.runner.sampling.sequences import RunningSequence, SequenceGroup, top_of
 
 Admitted = list[tuple[SequenceGroup, list[RunningSequence]]]
-
-
-@dataclass
-class SliceOutcomes:
-    """What a time slice has produced so far."""
-
-    sequences: list[tuple[str, int, SampledSequence]] = field(default_factory=list)
-    """Sequences by request, with the place among its samples."""
-    prompts: list[tuple[str, PromptLogprobs]] = field(default_factory=list)
-    failed: list[tuple[str, str]] = field(default_factory=list)
-    streamed: list[tuple[str, SampledPart]] = field(default_factory=list)
-    """Tokens by request of samples that run on, in order, if their client reads them meanwhile."""
-    sampled_tokens: int = 0
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    """Tokens of prompts that the prefix cache had."""
-
-    @property
-    def ended(self) -> int:
-        return len(self.sequences) + len(self.failed)
 
 
 class DecodeRows:

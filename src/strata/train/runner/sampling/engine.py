@@ -1,4 +1,5 @@
-"""SamplingEngine: the built-in sampler of a rank, which runs one time slice after the other between training passes.
+"""`SamplingEngine`: the built-in sampler of a rank: opening and closing samplers, copies of weights, a time slice, and
+what it reports.
 
 Sequences with the same base weights run in one batch, each with its own adapter or none. The batches and the KV cache
 stay as they are between two time slices.
@@ -25,11 +26,11 @@ from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.model.base import DTYPES, BaseModel
 from strata.train.runner.model.trained import local
-from strata.train.runner.sampling.continuous_batching import RunningBatch, SliceOutcomes
+from strata.train.runner.sampling.continuous_batching import RunningBatch
 from strata.train.runner.sampling.inference_model import InferenceModel, verify_decode_matches_training
 from strata.train.runner.sampling.kv_cache import KVCache
 from strata.train.runner.sampling.request_validator import RequestValidator, SamplerLimits
-from strata.train.runner.sampling.scatter import RankSequences, RankSlice, RankSliceResult, SampleScatter
+from strata.train.runner.sampling.scatter import RankSequences, RankSlice, RankSliceResult, SampleScatter, SliceOutcomes
 from strata.train.runner.sampling.sequences import SequenceGroup, tokens_from
 
 LIVE: Final = ""
@@ -123,17 +124,11 @@ class SamplingEngine:
     def _report(self, outcomes: SliceOutcomes) -> RankSliceResult:
         batches = self._batches.values()
         return RankSliceResult(
-            sequences=outcomes.sequences,
-            prompts=outcomes.prompts,
-            failed=outcomes.failed,
-            streamed=outcomes.streamed,
+            outcomes=outcomes,
             running=sum(len(batch.running) for batch in batches),
             waiting=sum(batch.waiting for batch in batches),
             free_sequences=self.limits.sequences - self._cache.sequences,
             free_tokens=self.limits.cached_tokens - self._cache.tokens,
-            sampled_tokens=outcomes.sampled_tokens,
-            prompt_tokens=outcomes.prompt_tokens,
-            reused_tokens=outcomes.reused_tokens,
         )
 
     def _add(self, added: RankSequences) -> None:

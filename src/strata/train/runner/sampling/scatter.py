@@ -1,4 +1,4 @@
-"""Scatter of requests over the ranks, sequence by sequence, and merge of their results. Rank 0 alone does this.
+"""Scatters sample requests over the ranks by reserved tokens, and merges their results; rank 0 alone does this.
 
 A sequence runs on one rank from its first token to its last: on the rank with the fewest reserved tokens. The samples
 of a request that run on one rank share the prefill of its prompt there.
@@ -29,6 +29,25 @@ from strata.train.runner.passes.partition import SERVER_ERRORS
 from strata.train.runner.sampling.prompt_logprobs import PromptLogprobs
 
 
+class SliceOutcomes(msgspec.Struct, array_like=True):
+    """What a time slice has produced so far."""
+
+    sequences: list[tuple[str, int, SampledSequence]] = []
+    """Sequences by request, with the place among its samples."""
+    prompts: list[tuple[str, PromptLogprobs]] = []
+    failed: list[tuple[str, str]] = []
+    streamed: list[tuple[str, SampledPart]] = []
+    """Tokens by request of samples that run on, in order, if their client reads them meanwhile."""
+    sampled_tokens: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    """Tokens of prompts that the prefix cache had."""
+
+    @property
+    def ended(self) -> int:
+        return len(self.sequences) + len(self.failed)
+
+
 class RankSequences(msgspec.Struct, frozen=True, array_like=True):
     """A request's sequences that a rank is to start."""
 
@@ -52,19 +71,13 @@ class RankSlice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankSliceResult(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank produced in a time slice."""
+    """What a rank produced in a time slice, and what it has left."""
 
-    sequences: Sequence[tuple[str, int, SampledSequence]]
-    prompts: Sequence[tuple[str, PromptLogprobs]]
-    failed: Sequence[tuple[str, str]]
+    outcomes: SliceOutcomes
     running: int
     waiting: int
     free_sequences: int
     free_tokens: int
-    sampled_tokens: int
-    prompt_tokens: int
-    reused_tokens: int = 0
-    streamed: Sequence[tuple[str, SampledPart]] = ()
 
 
 encode: Final = msgspec.msgpack.Encoder().encode
@@ -148,7 +161,7 @@ class SampleScatter:
 
     def merge(self, reports: Sequence[RankSliceResult]) -> SliceResult:
         for report in reports:
-            self._collect(report)
+            self._collect(report.outcomes)
         for request_id, request in list(self._requests.items()):
             if len(request.sequences) == request.sample.num_samples:
                 self._end(request_id, request.result())
@@ -162,12 +175,12 @@ class SampleScatter:
             waiting=sum(report.waiting for report in reports),
             free_sequences=sum(report.free_sequences for report in reports),
             free_tokens=sum(report.free_tokens for report in reports),
-            sampled_tokens=sum(report.sampled_tokens for report in reports),
-            prompt_tokens=sum(report.prompt_tokens for report in reports),
-            reused_tokens=sum(report.reused_tokens for report in reports),
+            sampled_tokens=sum(report.outcomes.sampled_tokens for report in reports),
+            prompt_tokens=sum(report.outcomes.prompt_tokens for report in reports),
+            reused_tokens=sum(report.outcomes.reused_tokens for report in reports),
         )
 
-    def _collect(self, report: RankSliceResult) -> None:
+    def _collect(self, report: SliceOutcomes) -> None:
         for request_id, prompt in report.prompts:
             if request_id in self._requests:
                 self._requests[request_id].prompt = prompt

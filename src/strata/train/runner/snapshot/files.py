@@ -1,4 +1,5 @@
-"""Snapshot files: every rank writes in the background while training continues, and rank 0 commits by a rename.
+"""Snapshot files of the ranks: format number, manifest, background writing, commit by a rename, verification, and the
+wording of damage.
 
 Each rank writes its own tensors into a file in a temporary folder. It syncs and digests the file and then writes a
 small JSON file that says so. Rank 0 polls for these files in its writer thread
@@ -35,6 +36,7 @@ from strata.train.checkpoints.checkpoint import (
     sync_and_digest,
 )
 from strata.train.core import model_options, ops
+from strata.train.core.commands import SnapshotWritten
 from strata.train.plan.quantisation import Quantise
 from strata.train.runner.checkpoint.shards import SHARDING, ShardOffsets
 
@@ -88,17 +90,6 @@ class SnapshotCopy(msgspec.Struct, frozen=True):
     the other."""
 
 
-class SnapshotResult(msgspec.Struct, frozen=True):
-    """How the writing of a snapshot ended, on rank 0."""
-
-    number: int
-    digest: str
-    size: int
-    held_s: float
-    written_s: float
-    error: str | None = None
-
-
 class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One rank has written its file, or has failed."""
 
@@ -114,7 +105,7 @@ class SnapshotWriter:
         self._timeout_s = timeout_s
         self._thread: threading.Thread | None = None
         # A queue: with a plain field, a result that arrives between reading and clearing it would be lost.
-        self._results: SimpleQueue[SnapshotResult] = SimpleQueue()
+        self._results: SimpleQueue[SnapshotWritten] = SimpleQueue()
         self.wake: Callable[[], None] = lambda: None
         """Called from the writer thread when there is a result to take."""
 
@@ -128,8 +119,8 @@ class SnapshotWriter:
         self._thread = threading.Thread(target=self._run, args=arguments, name="snapshot", daemon=True)
         self._thread.start()
 
-    def take(self) -> SnapshotResult | None:
-        """The result of the last snapshot, once."""
+    def take(self) -> SnapshotWritten | None:
+        """The result of the last snapshot, once; its generation is for its reader to set."""
         try:
             return self._results.get_nowait()
         except Empty:
@@ -152,7 +143,7 @@ class SnapshotWriter:
                 if failure:
                     shutil.rmtree(temporary_folder(folder), ignore_errors=True)
                 took_s = time.perf_counter() - started_s
-                self._results.put(SnapshotResult(number, digest, size, held_s, took_s, failure or None))
+                self._results.put(SnapshotWritten(0, number, digest, size, held_s, took_s, failure or None))
                 self.wake()
 
     def _write(self, folder: Path, copy: SnapshotCopy) -> tuple[str, int]:
