@@ -1,4 +1,4 @@
-"""Examples for the help of each command. A test resolves every one, so that none names an option that is not there."""
+"""The examples in the help of each command. A test resolves every one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Final
 import click
 
 EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = {
+    "init": ("strata init", "strata init my-project", "strata init my-data --recipe"),
     "run": ("strata run -- python train.py --lr 3e-4", "strata run --gpus 1 --secret HF_TOKEN -d -- python train.py"),
     "apply": ("strata apply jobs.toml", "strata apply jobs.toml --dry-run", "strata apply jobs.toml --wait"),
     "list": ("strata list --mine", "strata list --status failed -o name", "strata list --watch"),
@@ -67,6 +68,8 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = {
     "agent": ("strata agent --config agent.toml",),
     "agent probe": ("strata agent probe",),
     "agent check": ("strata agent check",),
+    "demo": ("strata demo",),
+    "mcp": ("strata mcp", "strata mcp --write --http 127.0.0.1:8765 --bearer-file mcp.bearer"),
     "up": ("strata up",),
     "hub": ("strata hub --config hub.toml", "strata hub --database postgresql://strata@db/strata"),
     "dashboard": ("strata dashboard",),

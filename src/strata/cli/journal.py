@@ -1,4 +1,4 @@
-"""`strata journal`: inspect a journal without changing it."""
+"""`strata journal`: list, verify and dump the streams of a journal without changing it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from strata.cli.exit_codes import ExitCode
 from strata.cli.groups import VerbGroup
 from strata.cli.output import Format, output_option
 from strata.cli.rows import Column, Rows
-from strata.cli.watch import watch_option
+from strata.cli.watch import view_options
 
 if TYPE_CHECKING:
     from strata.journal.port import Journal, StreamStatus
@@ -57,8 +57,7 @@ def journal() -> None:
 
 @journal.command("list")
 @_database
-@output_option
-@watch_option
+@view_options
 def list_streams(database: str, output: Format) -> None:
     """List the streams in DATABASE."""
 

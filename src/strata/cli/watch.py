@@ -1,4 +1,4 @@
-"""`--watch`: a view that stays up to date, on a terminal as a screen and elsewhere as a line for each change.
+"""`--watch`: repeats a view every 2 s, as a live screen or as changed lines; which errors it survives.
 
 A command that prints a list or a view needs nothing for it: it is run again and again, and what it prints is compared.
 """
@@ -18,7 +18,7 @@ import click
 
 from strata.base.errors import Code, StrataError
 from strata.cli.layout import Cell, Screen, console, render
-from strata.cli.output import Format, collect_lines, is_collecting, print_error, write
+from strata.cli.output import Format, collect_lines, is_collecting, output_option, print_error, write
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,8 +38,8 @@ def watch_flag(function: _Function) -> _Function:
     )(function)
 
 
-def watch_option(function: _Function) -> _Function:
-    """`-w` for a command that prints once, with `output_option`: it is repeated until Ctrl-C or q."""
+def view_options(function: _Function) -> _Function:
+    """`-o` and `-w` for a command that prints once: with `-w` it is repeated until Ctrl-C or q."""
 
     @functools.wraps(function)
     def command(*args: Any, watch: bool, **options: Any) -> object:
@@ -48,7 +48,7 @@ def watch_option(function: _Function) -> _Function:
         repeat(lambda: function(*args, **options), options["output"])
         return None
 
-    return watch_flag(command)  # type: ignore[return-value]  # click passes one option more
+    return output_option(watch_flag(command))  # type: ignore[return-value]  # click passes one option more
 
 
 def check_watched(output: Format) -> None:

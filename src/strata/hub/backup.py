@@ -1,4 +1,5 @@
-"""A hub's data: backup and restore as a folder, and the move of its database between SQLite and PostgreSQL.
+"""Backup, restore and move of a hub: which files a backup folder has, their digests, copies of large data, and the
+refusals.
 
 The folder holds what the hub needs to run, and on request the results of jobs.
 
@@ -22,7 +23,6 @@ the journal.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import shutil
 import stat
@@ -36,6 +36,7 @@ import msgspec
 from strata import __version__
 from strata.base.atomic import sync_file, sync_folder, write_file
 from strata.base.clock import SystemClock
+from strata.base.digest import file_digest
 from strata.base.errors import Code, StrataError
 from strata.base.private import require_private_folder
 from strata.base.progress import ReportProgress, no_progress
@@ -65,7 +66,6 @@ JOURNAL: Final = f"{COORDINATOR}{os.sep}coordinator.db"
 TOKEN_SECRET: Final = f"{COORDINATOR}{os.sep}token.secret"
 SMALL: Final = (f"ca{os.sep}ca.key", f"ca{os.sep}ca.pem", TOKEN_FILE, KEY_FILE)
 LARGE: Final = ("artifacts", "streams")
-_BLOCK: Final = 1 << 20
 _PARTIAL: Final = ".partial"
 
 
@@ -314,11 +314,7 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 def _digest(path: Path) -> str:
-    made = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            made.update(block)
-    return made.hexdigest()
+    return file_digest(path).removeprefix("sha256:")
 
 
 async def migrate_database(source: str, target: str, now_s: float) -> MigratedRows:

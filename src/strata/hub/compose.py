@@ -1,4 +1,7 @@
-"""Composes a hub from its settings: tables, certificate authority, services, application and background loops."""
+"""Composes a hub from its settings, and has the intervals of its background loops: webhooks, subscriptions, sweeps,
+schedules, idle servers, hourly maintenance (retention, garbage collection, scrubbing of 4 GiB); also names of files
+such as `operator.token`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Final
@@ -32,6 +36,7 @@ from strata.fleet.core.attention import HubDisk
 from strata.fleet.execs import ExecBoard
 from strata.fleet.http.context import GangCoordinator, HubContext, WriteProbe
 from strata.fleet.http.feed import GAP_S, Feed
+from strata.fleet.http.hosts import forget_silent
 from strata.fleet.http.leased_reads import LeasedReads
 from strata.fleet.hub_metrics import HubMetrics
 from strata.fleet.metric_history import MetricHistory, thin_streams
@@ -80,6 +85,7 @@ SUBSCRIPTION_S: Final = 1.0
 SWEEP_S: Final = 1.0
 SCHEDULE_S: Final = 1.0
 USES_S: Final = 60.0
+FORGET_CHECK_S: Final = 60.0
 TOKEN_FILE: Final = "operator.token"  # noqa: S105 - the name of a file
 HUB_ID_FILE: Final = "hub.id"
 FOLDER_ID_FILE: Final = "folder.id"
@@ -317,6 +323,7 @@ def _loops(
         ),
         Loop(interval_s=IDLE_CHECK_S, run_once=context.fleet.servers.choose_to_end, max_backoff_s=IDLE_CHECK_S),
         Loop(interval_s=OVERVIEW_S, run_once=context.history.run_once, max_share=SHARE),
+        Loop(interval_s=FORGET_CHECK_S, run_once=partial(forget_silent, context), max_share=SHARE),
         Loop(interval_s=HOUR_S, run_once=renew_certificates),
         Loop(interval_s=USES_S, run_once=context.authenticator.write_uses),
     ]

@@ -1,4 +1,5 @@
-"""Schedules: their table, what manifests and people change in it, and the loop that queues a run when it is due.
+"""Schedules at the hub: SQL, declaring, pausing, resuming, at most 1,000 of an owner, and the loop that queues a due
+run; with the notes about skipped ones.
 
 A run is queued first and its schedule moved on after that. The id of a run follows from the schedule and the time that
 was due, so whoever does it again, another hub or this one after a crash, finds the job and only moves the schedule on:
@@ -100,15 +101,7 @@ class ScheduleStore:
 
 def _row(row: Sequence[Any]) -> ScheduleRow:
     project, name, body, next_due_s, paused, last_job, note = row
-    return ScheduleRow(
-        project=project,
-        name=name,
-        stored=_decode(body),
-        next_due_s=next_due_s,
-        paused=bool(paused),
-        last_job=last_job,
-        note=note,
-    )
+    return ScheduleRow(project, name, _decode(body), next_due_s, bool(paused), last_job, note)
 
 
 def load_zone(name: str) -> tzinfo:

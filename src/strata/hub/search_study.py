@@ -1,4 +1,5 @@
-"""Optuna proposes the next point of a search. Nothing is kept between two proposals: a study is built from the trials.
+"""Proposes the next point of a search by Optuna: which sampler each method has, and how trials are replayed into a
+study.
 
 Each earlier trial is given to the study with the point that its job has, in the order of the numbers; the samplers that
 count generations (CMA-ES, NSGA-II) then find what they noted of them before. Blocking: call it in a thread.
@@ -13,7 +14,7 @@ from typing import Any
 
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.search import SearchPlan, Trial, sampler_seed
-from strata.fleet.core.sweep_plan import Point, Range
+from strata.fleet.core.sweep_points import Point, Range
 
 
 def require_optuna() -> Any:

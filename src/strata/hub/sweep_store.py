@@ -1,4 +1,4 @@
-"""The tables of sweeps: as their manifests declare them, and which point each number of a trial has.
+"""SQL of sweeps: declared sweeps with their changes, and the claimed number and point of each trial.
 
 What was tried is in the jobs, not here. A number is claimed before its job is queued, so two hubs that propose other
 points for it queue one and the same job.
@@ -17,7 +17,7 @@ from strata.database.events import EventRecord, record
 from strata.database.migrations import Component
 from strata.database.transaction import Database, Transaction
 from strata.fleet.core.search import SearchSweep
-from strata.fleet.core.sweep_plan import Point
+from strata.fleet.core.sweep_points import Point
 from strata.fleet.records import StoredSweep
 
 POSTGRES: Final = Component(

@@ -1,4 +1,5 @@
-"""Sweeps: what manifests declare and people stop, and the runner of those that search.
+"""Sweeps at the hub: declare, stop, resume, and the runner that queues trials, prunes them and ends a search; with
+retries and events.
 
 The runner queues the next trial when a place is free, and ends trials that fall behind. Everything is computed from
 the jobs, their attempts and their metrics, so nothing is lost with the process. Of several hubs on one database one
@@ -40,7 +41,7 @@ from strata.fleet.core.search import (
     trial_point,
     trial_spec,
 )
-from strata.fleet.core.sweep_plan import Point
+from strata.fleet.core.sweep_points import Point
 from strata.fleet.http.context import HubContext
 from strata.fleet.records import JobFilter, JobRow, StoredSweep
 from strata.fleet.service.fleet import Fleet

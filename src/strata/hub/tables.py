@@ -1,4 +1,6 @@
-"""All tables of a hub, in one SQLite file or one PostgreSQL database, and the stores on them."""
+"""Opens all tables of a hub on SQLite or PostgreSQL: connections (16), timeouts of calls (5 s) and of maintenance (1
+h), components and their versions, upgrades.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from strata.base.errors import Code, StrataError
 from strata.database import events
 from strata.database.migrations import Component, SqliteComponents, read_seal, upgrade_postgres
-from strata.database.sqlite import SqliteThread
+from strata.database.sqlite import SqliteThread, sqlite_file
 from strata.database.transaction import Database, PostgresDatabase, SqliteDatabase
 from strata.fleet.artifacts import tables as artifact_tables
 from strata.fleet.artifacts.index import ArtifactIndex
@@ -64,19 +66,11 @@ class Tables:
 @asynccontextmanager
 async def open_tables(database: str, *, observe: Callable[[float], None] | None = None) -> AsyncIterator[Tables]:
     """`observe` is called with the seconds that each read and each transaction took."""
-    scheme, separator, rest = database.partition(":")
     if is_postgres(database):
         async with _open_postgres(database, observe) as tables:
             yield tables
-    elif "://" in database or not database:
-        raise StrataError(
-            Code.INVALID,
-            f"{scheme + '://…' if scheme else 'nothing'} is not a database Strata knows",
-            hint="use sqlite:PATH or postgresql://USER@HOST/NAME",
-        )
     else:
-        path = Path(rest if scheme == "sqlite" and separator else database)
-        async with _open_sqlite(path, observe) as tables:
+        async with _open_sqlite(sqlite_file(database), observe) as tables:
             yield tables
 
 

@@ -1,4 +1,6 @@
-"""Files of a training server on a machine that does not have its disk: checkpoints, adapters, and its tokenizer."""
+"""Files of a training server over HTTP: download, list, delete and import of checkpoints and adapters, and the
+tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,7 @@ def fetch_tokenizer(client: HubClient, out: Path) -> list[str]:
         raise StrataError(
             Code.NOT_FOUND,
             "the server has no files of a tokenizer",
-            hint="its model is no local folder: load the tokenizer by the model's id",
+            hint="load the tokenizer by the model's id",
         )
 
     def fill(part: Path) -> None:

@@ -15,7 +15,7 @@ from strata.base.errors import Code, StrataError
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.ownership import OPERATOR
 from strata.fleet.core.search import SearchPlan, SearchSweep
-from strata.fleet.core.sweep_plan import Range
+from strata.fleet.core.sweep_points import Range
 from strata.fleet.records import JobFilter, StoredSweep
 from strata.fleet.wire.jobs import Job, SubmitReply
 from strata.fleet.wire.manifests import ManifestReply

@@ -10,7 +10,7 @@ from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.objective import MetricObjective
 from strata.fleet.core.ownership import OPERATOR
 from strata.fleet.core.search import PRUNED, SearchPlan, SearchSweep, trial_spec
-from strata.fleet.core.sweep_plan import Range
+from strata.fleet.core.sweep_points import Range
 from strata.fleet.records import AttemptKey, JobCompletion, StoredSweep
 from strata.fleet.wire.sweeps import SweepReply, SweepsReply
 from tests.shell.fleet_http.running import HostClient, Running, ok, refused

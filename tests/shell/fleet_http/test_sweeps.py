@@ -18,7 +18,7 @@ from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.objective import MetricObjective
 from strata.fleet.core.ownership import OPERATOR
 from strata.fleet.core.search import SearchPlan, SearchSweep, Trial, sampler_seed
-from strata.fleet.core.sweep_plan import Range
+from strata.fleet.core.sweep_points import Range
 from strata.fleet.records import AttemptKey, JobCompletion, JobFilter, JobRow, StoredSweep
 from strata.fleet.wire.jobs import Job
 from strata.fleet.wire.leases import HeartbeatsReply

@@ -1,4 +1,4 @@
-"""The command: runs all checks one after the other; its exit status is that of the worst finding."""
+"""`strata doctor`: runs all checks in order, prints each finding, and exits with the worst one's status."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from strata.cli.backup import hub_location_options
 from strata.cli.doctor import hub, machine
 from strata.cli.doctor.findings import DoctorFinding, FindingState
 from strata.cli.exit_codes import ExitCode
-from strata.cli.fleet.client import hub_option
-from strata.cli.output import Format, output_option, printable, redact, write
+from strata.cli.fleet.client import hub_view_options
+from strata.cli.output import Format, printable, redact, write
 from strata.cli.rows import Column, Rows
-from strata.cli.watch import watch_option
 
 _COLUMNS: Final = (Column("state"), Column("check"), Column("why"), Column("fix"))
 
@@ -23,9 +22,7 @@ _COLUMNS: Final = (Column("state"), Column("check"), Column("why"), Column("fix"
 @click.command()
 @hub_location_options
 @click.option("--state", metavar="FOLDER", help="The agent's state folder (default ~/.local/state/strata/agent).")
-@hub_option
-@output_option
-@watch_option
+@hub_view_options
 def doctor(
     *,
     config: Path | None,

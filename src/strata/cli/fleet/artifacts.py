@@ -1,4 +1,4 @@
-"""`strata artifacts`: list, download and remove the results and checkpoints of jobs."""
+"""`strata artifacts`: list, download, remove; columns of the list."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from strata.cli.fleet.client import (
     format_duration,
     hub_client,
     hub_option,
+    hub_view_options,
     print_rows,
     short_id,
 )
 from strata.cli.groups import VerbGroup
-from strata.cli.output import Format, output_option, print_error, write
+from strata.cli.output import Format, print_error, write
 from strata.cli.progress import ProgressLine
 from strata.cli.rows import Column
-from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from strata.fleet.client.hub_client import HubClient
@@ -65,9 +65,7 @@ def artifacts() -> None:
 @click.option(
     "--limit", type=click.IntRange(1, 1000), default=100, show_default=True, help="Show at most this many artifacts."
 )
-@hub_option
-@output_option
-@watch_option
+@hub_view_options
 def list_artifacts(  # noqa: PLR0913 (the options of the command)
     *,
     job: str | None,

@@ -1,4 +1,4 @@
-"""`strata data`: folders that jobs read, stored at the hub by content and cached on each host."""
+"""`strata data`: push, list, pull folders that jobs read."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from strata.cli.fleet.client import (
     format_duration,
     hub_client,
     hub_option,
+    hub_view_options,
     print_rows,
     short_id,
 )
 from strata.cli.groups import VerbGroup
-from strata.cli.output import Format, output_option, print_error, write
+from strata.cli.output import Format, print_error, write
 from strata.cli.progress import ProgressLine
 from strata.cli.rows import Column
-from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from strata.fleet.wire.artifacts import ArtifactRecord
@@ -95,9 +95,7 @@ def pull(name: str, folder: Path | None, context: str | None) -> None:
 
 @data.command("ls")
 @click.argument("name", default="")
-@hub_option
-@output_option
-@watch_option
+@hub_view_options
 def list_data(name: str, context: str | None, output: Format) -> None:
     """List uploads, newest first; with NAME only those of that name."""
     with hub_client(context) as client:

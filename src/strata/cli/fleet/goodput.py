@@ -1,4 +1,4 @@
-"""`strata goodput`: where the time of a job went, and what its interruptions cost."""
+"""`strata goodput`: the printed parts of a job's time with bars, and its interruptions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from strata.cli.completion import complete_jobs
-from strata.cli.fleet.client import find_job, hub_client, hub_option, short_id, wrap_text
-from strata.cli.output import Format, output_option, print_data, printable, write
-from strata.cli.watch import watch_option
+from strata.cli.fleet.client import find_job, hub_client, hub_view_options, short_id, wrap_text
+from strata.cli.output import Format, print_data, printable, write
 
 if TYPE_CHECKING:
     from strata.fleet.core.goodput import GoodputPart
@@ -33,9 +32,7 @@ _WORDS: Final[dict[GoodputPart, str]] = {
 @click.option(
     "--hours", default=24.0, show_default=True, type=click.FloatRange(0.1, 168), help="Without JOB: how far back."
 )
-@hub_option
-@output_option
-@watch_option
+@hub_view_options
 def goodput(job: str | None, project: str, hours: float, context: str | None, output: Format) -> None:
     """Show where the time of JOB went, and what its interruptions cost.
 

@@ -1,4 +1,4 @@
-"""`strata hosts` (or `workers`): the hosts of the fleet, and one host with its capacity, its jobs and what is free."""
+"""`strata hosts` (or `workers`): columns of the list, and the lines of one host (capacity, jobs, cards, caches)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from strata.cli.fleet.client import (
     format_duration,
     host_path,
     hub_client,
-    hub_option,
+    hub_view_options,
     print_rows,
     short_id,
 )
 from strata.cli.groups import DefaultGroup
-from strata.cli.output import Format, output_option, print_data, printable, write
+from strata.cli.output import Format, print_data, printable, write
 from strata.cli.rows import Column
-from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,9 +69,7 @@ def workers() -> None:
 
 
 @workers.command("list")
-@hub_option
-@output_option
-@watch_option
+@hub_view_options
 def list_hosts(context: str | None, output: Format) -> None:
     """List hosts with their state and hardware."""
     with hub_client(context) as client:
@@ -88,9 +85,7 @@ def list_hosts(context: str | None, output: Format) -> None:
 
 @workers.command("show")
 @click.argument("host", shell_complete=complete_hosts)
-@hub_option
-@output_option
-@watch_option
+@hub_view_options
 def show_host(host: str, context: str | None, output: Format) -> None:
     """Show HOST: what it has for jobs, what runs there, what is free, and how it confines jobs."""
     with hub_client(context) as client:

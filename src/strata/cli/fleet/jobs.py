@@ -1,4 +1,4 @@
-"""`strata status`, `list`, `show`: jobs, their attempts and failures."""
+"""`strata status`, `list`, `show`: columns, filters, counts, the 10 last failures, attempts of a job."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from strata.cli.fleet.client import (
     format_count,
     format_duration,
     hub_client,
-    hub_option,
+    hub_view_options,
     is_hidden,
     names_gang,
     print_rows,
     short_id,
 )
-from strata.cli.output import Format, output_option, print_data, print_error, printable, write
+from strata.cli.output import Format, print_data, print_error, printable, write
 from strata.cli.rows import Column
-from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -57,9 +56,7 @@ _RETRIED: Final = (Column("id"), Column("waits", cut=18), Column("attempt", numb
 
 
 @click.command()
-@hub_option
-@output_option
-@watch_option
+@hub_view_options
 def status(context: str | None, output: Format) -> None:
     """Show how many jobs and hosts there are, and the latest failures."""
     with hub_client(context) as client:
@@ -163,9 +160,7 @@ def _failures(client: HubClient, status: str, by_status: Mapping[str, int]) -> l
 @click.option("--owner", default="", metavar="NAME", help="Show only jobs of this owner.")
 @click.option("--mine", is_flag=True, help="Show only your own jobs.")
 @click.option("-a", "--all", "hidden", is_flag=True, help="Show archived and superseded jobs as well.")
-@hub_option
-@output_option
-@watch_option
+@hub_view_options
 def list_jobs(  # noqa: PLR0913 (the options of the command)
     *,
     statuses: tuple[str, ...],
@@ -296,9 +291,7 @@ def _start_wait_s(job: Job, now_s: float) -> float:
 
 @click.command()
 @click.argument("job", shell_complete=complete_jobs)
-@hub_option
-@output_option
-@watch_option
+@hub_view_options
 def show(job: str, context: str | None, output: Format) -> None:
     """Show JOB and its attempts. JOB is an id, a prefix of an id, or a name: of several jobs the newest.
 
@@ -375,22 +368,10 @@ def _since(job: Job, now_s: float) -> str:
 
 
 def _attempt_row(attempt: JobAttempt, hosts: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "attempt": attempt.attempt,
-        "epoch": attempt.epoch,
-        "host": hosts.get(attempt.host_id, attempt.host_id),
-        "host_id": attempt.host_id,
-        "claimed_at_s": attempt.claimed_at_s,
-        "started_at_s": attempt.started_at_s,
-        "ended_at_s": attempt.ended_at_s,
-        "outcome": attempt.outcome or None,
-        "cause": attempt.cause,
-        "error": attempt.error or None,
-        "artifact": attempt.artifact or None,
-        "checkpoint": attempt.checkpoint or None,
-        "facts": attempt.facts,
-        "trainer_digest": attempt.trainer_digest or None,
-    }
+    from msgspec.structs import asdict
+
+    row = {name: None if value == "" else value for name, value in asdict(attempt).items()}
+    return row | {"host": hosts.get(attempt.host_id, attempt.host_id)}
 
 
 def _show_attempt(attempt: JobAttempt, hosts: Mapping[str, str], now_s: float) -> None:

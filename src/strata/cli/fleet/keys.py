@@ -1,4 +1,4 @@
-"""`strata keys`: API keys of people and programs."""
+"""`strata keys`: create, list, revoke API keys; columns."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.fleet.client import hub_client, hub_option, print_rows
+from strata.cli.fleet.client import hub_client, hub_option, hub_view_options, print_rows
 from strata.cli.groups import VerbGroup
 from strata.cli.output import Format, output_option, print_data, print_error, write
 from strata.cli.rows import Column
-from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from strata.fleet.wire.identities import HubKey
@@ -61,9 +60,7 @@ def create(*, name: str, role: str, days: float | None, owner: bool, context: st
 
 
 @keys.command("list")
-@hub_option
-@output_option
-@watch_option
+@hub_view_options
 def list_keys(context: str | None, output: Format) -> None:
     """List keys, without their secrets."""
     with hub_client(context) as client:

@@ -1,4 +1,4 @@
-"""`strata metrics`: the metrics of one job over time, or the last values of many jobs side by side."""
+"""`strata metrics`: tables and plots of metrics over time or of many jobs; at most 6 metrics side by side."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import click
 
 from strata.base.errors import Code, StrataError
 from strata.cli.completion import complete_jobs
-from strata.cli.fleet.client import all_jobs, find_job, hub_client, hub_option, print_rows, short_id
+from strata.cli.fleet.client import all_jobs, find_job, hub_client, hub_view_options, print_rows, short_id
 from strata.cli.layout import console_width
-from strata.cli.output import Format, output_option, printable, write
+from strata.cli.output import Format, printable, write
 from strata.cli.rows import Column, Rows
-from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from strata.fleet.client.hub_client import HubClient
@@ -42,9 +41,7 @@ _MAX_PARAMETER_WIDTH: Final = 16
 @click.option("--over-time", is_flag=True, help="Show every report of one JOB, not only the last value of each metric.")
 @click.option("--plot", is_flag=True, help="Plot the metrics of each JOB over its steps.")
 @click.option("--metric", "names", multiple=True, metavar="METRIC", help="With --plot: only METRIC; repeatable.")
-@hub_option
-@output_option
-@watch_option
+@hub_view_options
 def metrics(  # noqa: PLR0913 (the options of the command)
     *,
     jobs: tuple[str, ...],

@@ -1,4 +1,4 @@
-"""`strata notify`: subscriptions to events of jobs and hosts, sent to a service of the caller's choice."""
+"""`strata notify`: add, list, remove, test subscriptions; names of events, reading of the URL."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.fleet.client import hub_client, hub_option, print_rows
+from strata.cli.fleet.client import hub_client, hub_option, hub_view_options, print_rows
 from strata.cli.groups import VerbGroup
-from strata.cli.output import Format, output_option, print_error
+from strata.cli.output import Format, print_error
 from strata.cli.rows import Column
-from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from strata.fleet.wire.owners import SubscriptionReply
@@ -70,9 +69,7 @@ def add(*, name: str, events: tuple[str, ...], mine: bool, project: str, all_job
 
 
 @notify.command("list")
-@hub_option
-@output_option
-@watch_option
+@hub_view_options
 def list_subscriptions(context: str | None, output: Format) -> None:
     """List your subscriptions, without their URLs."""
     with hub_client(context) as client:

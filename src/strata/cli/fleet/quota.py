@@ -1,4 +1,4 @@
-"""`strata quota`: what each owner may use of the fleet."""
+"""`strata quota`: list and set quotas, and the parsing of `500/30d`, `0:10`, `500GiB`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from strata.cli.fleet.client import format_bytes, format_duration, hub_client, hub_option, print_rows
+from strata.cli.fleet.client import format_bytes, format_duration, hub_client, hub_option, hub_view_options, print_rows
 from strata.cli.groups import DefaultGroup
-from strata.cli.output import Format, output_option, print_error
+from strata.cli.output import Format, print_error
 from strata.cli.rows import Column
-from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from strata.fleet.wire.owners import OwnerQuota
@@ -80,9 +79,7 @@ def quota() -> None:
 
 
 @quota.command("list")
-@hub_option
-@output_option
-@watch_option
+@hub_view_options
 def list_quotas(context: str | None, output: Format) -> None:
     """Show the quota and the usage of each owner. '*' is the quota of owners that have none of their own."""
     with hub_client(context) as client:

@@ -1,4 +1,4 @@
-"""`strata schedules`: jobs that the hub queues again and again."""
+"""`strata schedules`: list, pause, resume, remove; columns."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from strata.cli.fleet.client import (
     format_duration,
     hub_client,
     hub_option,
+    hub_view_options,
     print_rows,
     short_id,
 )
 from strata.cli.groups import DefaultGroup
-from strata.cli.output import Format, output_option, print_error
+from strata.cli.output import Format, print_error
 from strata.cli.rows import Column
-from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from strata.fleet.client.hub_client import HubClient
@@ -45,9 +45,7 @@ def schedules() -> None:
 
 
 @schedules.command("list")
-@hub_option
-@output_option
-@watch_option
+@hub_view_options
 def list_schedules(context: str | None, output: Format) -> None:
     """List schedules, when each is due next, and its last run."""
     with hub_client(context) as client:
@@ -106,18 +104,10 @@ def _path(schedule: ScheduleReply) -> str:
 
 
 def _row(each: ScheduleReply) -> dict[str, Any]:
-    return {
-        "schedule": each.name,
-        "project": each.project,
-        "owner": each.owner,
-        "cron": each.cron,
-        "timezone": each.timezone,
-        "overlap": each.overlap,
-        "next_due_s": each.next_due_s,
-        "paused": each.paused,
-        "last_job": each.last_job or None,
-        "note": each.note or None,
-    }
+    from msgspec.structs import asdict
+
+    row = asdict(each)
+    return {"schedule": row.pop("name"), **row, "last_job": each.last_job or None, "note": each.note or None}
 
 
 def _shown(each: ScheduleReply, now_s: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`strata secrets`: values that jobs get as environment variables, and nobody reads."""
+"""`strata secrets`: set, list, remove; a value has at least 8 characters."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any, Final
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.fleet.client import hub_client, hub_option, print_rows
+from strata.cli.fleet.client import hub_client, hub_option, hub_view_options, print_rows
 from strata.cli.groups import VerbGroup
-from strata.cli.output import Format, output_option, print_error
+from strata.cli.output import Format, print_error
 from strata.cli.rows import Column
-from strata.cli.watch import watch_option
 
 _SECRETS: Final = (Column("name"), Column("project"), Column("changed"), Column("by"))
 _project_option = click.option(
@@ -52,9 +51,7 @@ def set_secret(name: str, project: str, context: str | None) -> None:
 
 @secrets.command("list")
 @_project_option
-@hub_option
-@output_option
-@watch_option
+@hub_view_options
 def list_secrets(project: str, context: str | None, output: Format) -> None:
     """List the names of secrets, without their values."""
     with hub_client(context) as client:

@@ -1,4 +1,4 @@
-"""`strata sweeps`: the sweeps of manifests, and the one way to end a search before its last trial."""
+"""`strata sweeps`: list, stop, resume; columns and progress."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from strata.cli.fleet.client import declared_name, find_declared, hub_client, hub_option, print_rows
+from strata.cli.fleet.client import declared_name, find_declared, hub_client, hub_option, hub_view_options, print_rows
 from strata.cli.groups import DefaultGroup
-from strata.cli.output import Format, output_option, print_error
+from strata.cli.output import Format, print_error
 from strata.cli.rows import Column
-from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from strata.fleet.client.hub_client import HubClient
@@ -39,9 +38,7 @@ def sweeps() -> None:
 
 
 @sweeps.command("list")
-@hub_option
-@output_option
-@watch_option
+@hub_view_options
 def list_sweeps(context: str | None, output: Format) -> None:
     """List sweeps with how far they are and their best trial."""
     with hub_client(context) as client:

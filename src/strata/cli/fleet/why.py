@@ -1,4 +1,6 @@
-"""`strata why`: why a job is not running, or how it ended; and the same in passing, for a job that a command awaits."""
+"""`strata why`: prints why a job does not run or how it ended; for a command that waits, after 3 s and every 3 s.
+Reasons are made in `fleet.core.why`.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,8 @@ import click
 
 from strata.cli.completion import complete_jobs
 from strata.cli.exit_codes import ExitCode
-from strata.cli.fleet.client import error_line, find_job, hub_client, hub_option, wrap_text
-from strata.cli.output import Format, output_option, print_data, print_error, printable, write
-from strata.cli.watch import watch_option
+from strata.cli.fleet.client import error_line, find_job, hub_client, hub_view_options, wrap_text
+from strata.cli.output import Format, print_data, print_error, printable, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,9 +29,7 @@ _ENDED: Final = {"completed": "is completed", "failed": "has failed", "cancelled
 
 @click.command()
 @click.argument("job", shell_complete=complete_jobs)
-@hub_option
-@output_option
-@watch_option
+@hub_view_options
 def why(job: str, context: str | None, output: Format) -> None:
     """Explain why JOB is not running, and what would help.
 

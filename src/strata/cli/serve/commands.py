@@ -1,4 +1,4 @@
-"""`strata serve CONFIG`: run a training server. `strata serve status`: show what one does."""
+"""`strata serve CONFIG` and `strata serve status`: options, the sentences when a server is ready, timeout 15 s."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from strata.base.errors import Code, StrataError
 from strata.cli.groups import DefaultGroup
 from strata.cli.layout import print_once
 from strata.cli.options import configure_log
-from strata.cli.output import Format, output_option, print_error
+from strata.cli.output import Format, print_error
 from strata.cli.serve.screen import screen
 from strata.cli.training_server import connect_server, context_option, key_file_option
-from strata.cli.watch import live_rows, watch_option
+from strata.cli.watch import live_rows, view_options
 
 if TYPE_CHECKING:
     from strata.fleet.client.hub_client import HubClient
@@ -98,8 +98,7 @@ def ready_sentences(settings: ServerSettings, address: str) -> list[str]:
 @click.argument("server", required=False, metavar="[URL|CONFIG]")
 @key_file_option
 @context_option
-@output_option
-@watch_option
+@view_options
 def status(*, server: str | None, key_file: Path | None, context: str | None, output: Format) -> None:
     """Show what a training server does, who waits for it, and what ended last.
 

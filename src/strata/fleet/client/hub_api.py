@@ -1,4 +1,4 @@
-"""The routes of the hub that agents and artifacts need: one blocking method for each, idempotent."""
+"""The routes of the hub that agents call, one blocking method for each, all idempotent."""
 
 from __future__ import annotations
 
@@ -49,6 +49,10 @@ class HubApi:
     def register(self, capability: Capability) -> RegisterReply:
         body = RegisterRequest(capability=capability, agent_version=__version__)
         return self.client.call("POST", "/v1/host/register", RegisterReply, body=body)
+
+    def leave(self) -> None:
+        """Remove this host from the fleet, and end its credentials."""
+        self.client.call("POST", "/v1/host/leave", type(None))
 
     def claim(self, claim_id: str, count: int, wait_s: float) -> tuple[LeaseGiven, ...]:
         body = ClaimRequest(claim_id=claim_id, count=count, wait_s=wait_s)

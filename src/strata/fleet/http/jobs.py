@@ -1,8 +1,11 @@
-"""Routes of jobs for people: list, submit, cancel, requeue, archive, and why a job is not running."""
+"""Routes of jobs for people: list, show, submit, cancel, requeue, archive, why; and the check of who may
+change a job.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import msgspec
 
@@ -33,25 +36,17 @@ from strata.fleet.wire.jobs import (
 from strata.fleet.wire.overview import StatusReply
 from strata.http.disconnect import until_disconnect
 
+_FILTERED: Final = ("model", "sweep", "project", "owner", "search", "hidden", "order", "after", "limit")
+"""Fields of the query that the filter has by the same names."""
+
 
 async def listed(call: HubCall, query: JobsQuery) -> JobsReply:
     """Jobs, a page at a time, and how many there are in each status. A host sees those of its leases."""
     context = call.context
     host = calling_host(call)
-    wanted = JobFilter(
-        status=tuple(HELD) if host else query.status,
-        model=query.model,
-        host_id=host or query.host,
-        sweep=query.sweep,
-        project=query.project,
-        owner=query.owner,
-        label=query.name,
-        search=query.search,
-        hidden=query.hidden,
-        order=query.order,
-        after=query.after,
-        limit=query.limit,
-    )
+    same = {name: getattr(query, name) for name in _FILTERED}
+    status = tuple(HELD) if host else query.status
+    wanted = JobFilter(**same, status=status, host_id=host or query.host, label=query.name)
     rows = await context.fleet.store.jobs.select(wanted)
     servers = await _servers(context, rows)
     shown = [job_reply(row, servers.get(row.id)) for row in rows]

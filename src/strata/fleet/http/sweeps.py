@@ -1,4 +1,4 @@
-"""Routes of sweeps: all of them with the best trial so far, one with its trials, and to stop and resume one."""
+"""Routes of sweeps: summaries with the best trial so far, one with its trials, axes and metrics, stop and resume."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from strata.fleet.core.objective import (
 )
 from strata.fleet.core.report import MetricsReport, parse_lines
 from strata.fleet.core.search import PRUNED, STOPPED, Direction, SearchSweep
-from strata.fleet.core.sweep_plan import SEED_AXIS
+from strata.fleet.core.sweep_points import SEED_AXIS
 from strata.fleet.http.context import HubCall, HubContext, submitter_of
 from strata.fleet.records import JobFilter, JobRow, StoredSweep, SweepRow, TrialRow
 from strata.fleet.wire.sweeps import (

@@ -1,4 +1,4 @@
-"""The list of jobs: filter, columns and page are in the URL."""
+"""Page of the list of jobs: columns, filters, 50 rows."""
 
 from __future__ import annotations
 
@@ -33,21 +33,9 @@ class JobsPageQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 async def jobs(page: Page, query: JobsPageQuery) -> View:
     """Jobs that match the filter, a page at a time."""
-    reply = await page.get(
-        "/v1/jobs",
-        JobsReply,
-        search=query.q,
-        status=query.status,
-        project=query.project,
-        owner=query.owner,
-        sweep=query.sweep,
-        host=query.host,
-        hidden="true" if query.hidden else "false",
-        order=query.order,
-        progress="true",
-        after=query.after,
-        limit=LIMIT,
-    )
+    same = {name: getattr(query, name) for name in ("status", "project", "owner", "sweep", "host", "order", "after")}
+    hidden = "true" if query.hidden else "false"
+    reply = await page.get("/v1/jobs", JobsReply, search=query.q, hidden=hidden, progress="true", limit=LIMIT, **same)
     return page.render(
         "jobs.html",
         title="Jobs",
