@@ -16,19 +16,29 @@ from typing import Final
 import pytest
 
 from strata.cli.fleet.agent_service import UNIT, unit_text
+from strata.coord.settings import CoordinatorSettings
 from strata.fleet.agent.loop import DRAIN_REPORT_S
 from strata.fleet.agent.settings import AgentSettings
 from strata.hub.settings import HubSettings
+from strata.train.launch.launcher import ENGINE_STOP_S, RANKS_S, STOP_S
 
 ROOT: Final = Path(__file__).parents[3]
 UNITS: Final = ROOT / "deploy" / "systemd"
 RUN_AS: Final = "strata-agent.service.d/run-as.conf"
 INSTALLED: Final = {
     "strata-hub.service": "/opt/strata/bin/strata",
+    "strata-coordinator.service": "/opt/strata/bin/strata",
+    "strata-serve.service": "/opt/strata/bin/strata",
     "strata-agent.service": "/opt/strata-agent/bin/strata",
 }
 """Each in an environment of its own: a machine may have both, and lose one of them."""
-MOST_EXPOSED: Final = {"strata-hub.service": 1.6, "strata-agent.service": 3.9, RUN_AS: 5.0}
+MOST_EXPOSED: Final = {
+    "strata-hub.service": 1.6,
+    "strata-coordinator.service": 1.6,
+    "strata-serve.service": 2.3,
+    "strata-agent.service": 3.9,
+    RUN_AS: 5.0,
+}
 """By `systemd-analyze security`, from 0 to 10; what it calls 5 and below is OK. The agent's is what trainers and the
 sandbox of jobs need."""
 
@@ -62,9 +72,7 @@ def service(path: Path) -> configparser.SectionProxy:
     return parser["Service"]
 
 
-@pytest.mark.parametrize(
-    ("unit", "run_as"), [("strata-hub.service", False), ("strata-agent.service", False), ("strata-agent.service", True)]
-)
+@pytest.mark.parametrize(("unit", "run_as"), [*((unit, False) for unit in INSTALLED), ("strata-agent.service", True)])
 def test_systemd_knows_every_key(tmp_path: Path, unit: str, run_as: bool) -> None:
     installed(tmp_path, unit, run_as=run_as)
     assert complaints(tmp_path, unit) == []
@@ -113,8 +121,13 @@ def test_what_jobs_have_in_tmp_is_still_there_for_them_when_another_agent_runs()
     assert {"/tmp", "/var/tmp"} <= set(unit.get("ReadWritePaths", "").split())
 
 
-def test_a_hub_has_time_to_finish_its_requests() -> None:
-    assert float(service(UNITS / "strata-hub.service")["TimeoutStopSec"]) >= HubSettings().drain_s + 30
+def test_servers_have_time_to_finish_their_requests() -> None:
+    for name, drain_s in (
+        ("hub", HubSettings().drain_s),
+        ("coordinator", CoordinatorSettings().drain_s),
+        ("serve", STOP_S + RANKS_S + ENGINE_STOP_S),
+    ):
+        assert float(service(UNITS / f"strata-{name}.service")["TimeoutStopSec"]) >= drain_s + 30
 
 
 def test_jobs_of_another_user_take_an_agent_that_can_become_him() -> None:
