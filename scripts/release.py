@@ -1,17 +1,22 @@
 """The release checklist as one command: `make release`, or `.venv/bin/python scripts/release.py [--only STEP ...]`.
 
-Builds the wheel and the sdist of the committed tree twice and compares them, installs the wheel with every extra into
-clean environments, starts the servers from there, writes a CycloneDX bill of materials and the table of licences. The
-files of the release are left in `dist/`. Any failed line makes the exit status 1.
+Builds the wheel and the sdist of the committed tree twice and compares them, builds the documents, installs the wheel
+with every extra into clean environments, starts the servers from there, installs it by its name from an index on
+loopback, writes a CycloneDX bill of materials and the table of licences. The files of the release are left in `dist/`.
+Any failed line makes the exit status 1; without one, a line that could not run here makes it 77. The workflow
+.github/workflows/release.yml runs the same lines, and then uploads.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
+import http.server
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +25,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -27,13 +33,15 @@ ROOT: Final = Path(__file__).parents[1]
 DIST: Final = ROOT / "dist"
 UV: Final = str(Path(sys.executable).with_name("uv"))
 OLDEST: Final = "3.11"
-LATER: Final = ("3.12", "3.13")
+LATER: Final = ("3.12", "3.13", "3.14")
 ON_LATER: Final = ("", "agent", "hub")
 """The extras that are tried on every Python; the others are tried on the oldest one."""
 TORCH: Final = "torch==2.13.0"
 """Named apart, because an index may hold several builds of it."""
 SBOM_TOOL: Final = "cyclonedx-bom==7.5.0"
 READY_S: Final = 60.0
+NOT_RUN: Final = 77
+"""The exit status of a test that was skipped, by the convention of Automake."""
 
 CHECKS: Final[Mapping[str, Sequence[str]]] = {
     "": ("strata --version", "strata journal list --help"),
@@ -66,8 +74,22 @@ print(json.dumps({each.metadata["Name"]: each.metadata["License"] for each in im
 """Prints the field `License` of each distribution: the bill of materials leaves it out."""
 
 
+FROM_CLONE: Final = re.compile(r"(?ms)^<!-- install -->\n.*?^(?P<fence>```\w*)\n(?P<body>.*?)^```\n+")
+"""A marker, prose about the clone, and the block of commands that install from it."""
+NEEDS_CLONE: Final = re.compile(r"(?m)^(?:\$ )?(?:git clone|cd strata|pip wheel|export PIP_FIND_LINKS)\b.*\n")
+UNTIL_RELEASE: Final = re.compile(r"(?m)^.*<!-- until release -->\n")
+IN_A_CLONE: Final = re.compile(r"\b[Ii]n a clone[^`\n]{1,30}(?=`pip install )")
+PATH_OF_CLONE: Final = re.compile(r"'\.(?:/strata)?\[(?P<extras>[\w,-]+)\]'")
+UNCHANGED: Final = ("docs/decisions", "docs/reference")
+"""Pages about what was, and pages that are written from the code."""
+
+
 class ReleaseError(Exception):
     """A line of the checklist that does not hold."""
+
+
+class NotRunError(Exception):
+    """A line of the checklist that this machine lacks something for."""
 
 
 def run(*command: str | Path, cwd: Path = ROOT, env: Mapping[str, str] | None = None) -> str:
@@ -83,6 +105,23 @@ def version() -> str:
     return run(sys.executable, "-c", "import strata; print(strata.__version__)").strip()
 
 
+def by_name(text: str) -> str:
+    """Returns a document as a release has it: the package is installed by its name, and not from a clone."""
+
+    def commands(block: re.Match[str]) -> str:
+        body = NEEDS_CLONE.sub("", block["body"])
+        return f"{block['fence']}\n{body}```\n\n" if body else ""
+
+    text = UNTIL_RELEASE.sub("", FROM_CLONE.sub(commands, text))
+    return PATH_OF_CLONE.sub(r"'strata-train[\g<extras>]'", IN_A_CLONE.sub("", text))
+
+
+def documents(root: Path) -> list[Path]:
+    """The documents that a release rewrites."""
+    pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    return [page for page in pages if not str(page.relative_to(root)).startswith(UNCHANGED)]
+
+
 def check_tree() -> str:
     if changed := run("git", "status", "--porcelain"):
         raise ReleaseError(f"the tree has changes that are not committed:\n{changed}")
@@ -91,7 +130,10 @@ def check_tree() -> str:
         raise ReleaseError(f"{current} is a development version: set the version in src/strata/__init__.py")
     if not re.search(rf"(?m)^## {re.escape(current)} - \d{{4}}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text("utf-8")):
         raise ReleaseError(f"CHANGELOG.md has no section '## {current} - DATE'")
-    return f"version {current}, nothing uncommitted"
+    tags = run("git", "tag", "--points-at", "HEAD", "v*").split()
+    if tags not in ([], [f"v{current}"]):
+        raise ReleaseError(f"the commit has the tags {tags}, and the version is {current}")
+    return f"version {current}, nothing uncommitted, {tags[0] if tags else 'no tag yet'}"
 
 
 def run_build(source: Path, target: Path, *options: str) -> None:
@@ -100,12 +142,19 @@ def run_build(source: Path, target: Path, *options: str) -> None:
     run(sys.executable, "-m", "hatchling", "build", *options, "-d", target, cwd=source, env=env)
 
 
-def build(folder: Path) -> dict[str, bytes]:
-    """Wheel and sdist of the committed tree, built in a new place."""
-    source = folder / "source"
+def release_tree(source: Path) -> None:
+    """The committed tree in a new place, with the documents of a release."""
     source.mkdir(parents=True)
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
     subprocess.run(["tar", "-x", "-C", source], input=archive, check=True)
+    for page in documents(source):
+        page.write_text(by_name(page.read_text("utf-8")), "utf-8")
+
+
+def build(folder: Path) -> dict[str, bytes]:
+    """Wheel and sdist of the committed tree, built in a new place."""
+    source = folder / "source"
+    release_tree(source)
     run_build(source, folder / "dist")
     return {file.name: file.read_bytes() for file in (folder / "dist").iterdir()}
 
@@ -151,11 +200,25 @@ def check_contents() -> str:
     return f"{len(names)} files, all of the package, with licence and py.typed"
 
 
+def check_documents() -> str:
+    """The documents of this release, as pages that a browser opens without a server."""
+    with tempfile.TemporaryDirectory() as name:
+        source = Path(name) / "source"
+        release_tree(source)
+        run(sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", cwd=source)
+        pages = len(list((source / "site").rglob("*.html")))
+        archive = shutil.make_archive(str(DIST / f"strata_train-{version()}.docs"), "zip", source / "site")
+    return f"{pages} pages in {Path(archive).name}"
+
+
 def python_of(series: str) -> str:
     """An interpreter of this series that the machine has: in PATH, or one of pyenv's."""
     places = [str(place) for place in sorted(Path.home().glob(f".pyenv/versions/{series}.*/bin"))]
     env = {**os.environ, "PATH": os.pathsep.join([*places, os.environ["PATH"]])}
-    return run(UV, "python", "find", "--no-python-downloads", series, env=env).strip()
+    try:
+        return run(UV, "python", "find", "--no-python-downloads", series, env=env).strip()
+    except ReleaseError as error:
+        raise NotRunError(f"there is no Python {series} here") from error
 
 
 def install(folder: Path, series: str, extra: str) -> Path:
@@ -222,6 +285,57 @@ def check_uvx() -> str:
     return f"uvx --from 'WHEEL[hub]' strata up served after {took_s:.1f} s"
 
 
+@contextmanager
+def index_on_loopback(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """The address of an index (PEP 503) that has the wheel alone, and the paths that were fetched from it."""
+    wheel = wheel_file()
+    page = folder / "simple" / "strata-train"
+    page.mkdir(parents=True)
+    shutil.copy(wheel, page)
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    (page / "index.html").write_text(f'<!DOCTYPE html>\n<a href="{wheel.name}#sha256={digest}">{wheel.name}</a>\n')
+    fetched: list[str] = []
+
+    class Index(http.server.SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            fetched.append(self.path)
+            super().do_GET()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """A missing page is no problem: so an index says that it does not have a package."""
+
+    handler = functools.partial(Index, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/simple", fetched
+        finally:
+            server.shutdown()
+
+
+def check_named(series: str) -> str:
+    """An install by name: the wheel from an index on loopback, its dependencies from the index of this machine."""
+    with tempfile.TemporaryDirectory() as name, index_on_loopback(Path(name) / "index") as (address, fetched):
+        folder = Path(name)
+        python = python_of(series)
+        run(UV, "venv", "--quiet", "--python", python, folder / "venv")
+        index = ("--index", address, "--refresh-package", "strata-train")
+        run(UV, "pip", "install", "--quiet", "--python", folder / "venv", *index, "strata-train")
+        if f"/simple/strata-train/{wheel_file().name}" not in fetched:
+            raise ReleaseError(f"strata-train came from elsewhere; of the index on loopback were fetched {fetched}")
+        tool = (UV, "tool", "run", "--quiet", "--python", python, *index)
+        commands: list[tuple[str | Path, ...]] = [
+            *((folder / "venv" / "bin" / program,) for program in ("strata-train", "strata")),
+            (*tool, "strata-train"),
+            (*tool, "--from", "strata-train", "strata-train"),
+        ]
+        env = environment(Path(UV).parent, folder)
+        for command in commands:
+            if (said := run(*command, "--version", env=env, cwd=folder).strip()) != f"strata {version()}":
+                raise ReleaseError(f"{' '.join(map(str, command))} --version: {said}")
+    return f"uv pip install strata-train and uvx strata-train, {len(commands)} times version {version()}"
+
+
 def check_materials() -> str:
     """The bill of materials of an install with all extras, and the licences of what it brings."""
     with tempfile.TemporaryDirectory() as name:
@@ -256,19 +370,33 @@ def licences_of(component: Mapping[str, object]) -> Iterator[str]:
 
 
 def checklist() -> dict[str, Callable[[], str]]:
-    steps: dict[str, Callable[[], str]] = {"tree": check_tree, "build": check_build, "contents": check_contents}
+    steps: dict[str, Callable[[], str]] = {
+        "tree": check_tree,
+        "build": check_build,
+        "contents": check_contents,
+        "documents": check_documents,
+    }
     for series in (OLDEST, *LATER):
         for extra in CHECKS if series == OLDEST else ON_LATER:
-            steps[f"{extra or 'base'}-{series}"] = lambda series=series, extra=extra: check_extra(series, extra)  # type: ignore[misc]
+            steps[f"{extra or 'base'}-{series}"] = functools.partial(check_extra, series, extra)
+        steps[f"named-{series}"] = functools.partial(check_named, series)
     return steps | {"uvx": check_uvx, "materials": check_materials}
+
+
+def steps_of(wanted: Sequence[str]) -> list[str]:
+    """The steps that are meant by names of steps, and by Pythons: 3.12 is what is tried there."""
+    found = [[name for name in checklist() if name == each or name.endswith(f"-{each}")] for each in wanted]
+    if unknown := [each for each, names in zip(wanted, found, strict=True) if not names]:
+        raise SystemExit(f"no such step: {', '.join(unknown)}; there are {', '.join(checklist())}")
+    return [name for names in found for name in names]
 
 
 def main() -> int:
     steps = checklist()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=steps, metavar="STEP", help=f"some steps: {', '.join(steps)}")
-    wanted = parser.parse_args().only or list(steps)
-    failed = 0
+    parser.add_argument("--only", nargs="+", metavar="STEP", help=f"some steps, or Pythons: {', '.join(steps)}")
+    wanted = steps_of(parser.parse_args().only or list(steps))
+    failed = not_run = 0
     for name in wanted:
         began_s = time.monotonic()
         try:
@@ -276,9 +404,12 @@ def main() -> int:
         except (ReleaseError, subprocess.SubprocessError) as error:
             failed += 1
             said = f"FAILED: {error}"
+        except NotRunError as reason:
+            not_run += 1
+            said = f"NOT RUN: {reason}"
         print(f"{name:<18} {time.monotonic() - began_s:6.1f} s  {said}", flush=True)
-    print(f"{len(wanted) - failed} of {len(wanted)} lines hold")
-    return 1 if failed else 0
+    print(f"{len(wanted) - failed - not_run} of {len(wanted)} lines hold, {not_run} did not run")
+    return 1 if failed else NOT_RUN if not_run else 0
 
 
 if __name__ == "__main__":
