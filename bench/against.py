@@ -64,6 +64,9 @@ def compare(bench: str, revision: str, *, rounds: int, quick: bool) -> list[Comp
 @contextmanager
 def checkout(revision: str) -> Iterator[Path]:
     """The tree of a commit, with an environment that has the packages of this one but the commit's own `strata`."""
+    look = ["git", "cat-file", "-e", f"{revision}^{{commit}}"]
+    if subprocess.run(look, cwd=ROOT, capture_output=True, check=False).returncode:
+        raise RuntimeError(f"the history of {ROOT} has no commit {revision}: fetch it, as `git fetch --unshallow` does")
     with tempfile.TemporaryDirectory(prefix="strata-bench-against-") as name:
         root = Path(name)
         archive = subprocess.run(["git", "archive", revision], cwd=ROOT, capture_output=True, check=True).stdout

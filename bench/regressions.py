@@ -44,6 +44,10 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     wheel_sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
+def read_release(recorded: Path) -> Release:
+    return msgspec.toml.decode(recorded.read_bytes(), type=Release)
+
+
 class Case(NamedTuple):
     bench: str
     name: str
@@ -84,7 +88,7 @@ def compare_release(recorded: Path) -> int:
     if not recorded.exists():
         print("nothing was compared: bench/released.toml records no release yet")
         return NOT_COMPARED
-    release = msgspec.toml.decode(recorded.read_bytes(), type=Release)
+    release = read_release(recorded)
     explained = read_explained(EXPLAINED.read_text(encoding="utf-8"), release.version)
     failed = [bench for bench in BENCHES if not _passes(bench, release, explained)]
     print(

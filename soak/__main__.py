@@ -12,7 +12,7 @@ from soak import real, simulated
 from soak.campaigns import REAL, SIMULATED
 from soak.trials import Database
 
-RECORD = Path(__file__).parents[1] / "docs" / "campaigns.md"
+RECORD = Path(__file__).parents[1] / "docs" / "campaign-record.md"
 
 
 @click.command()
@@ -38,7 +38,7 @@ def main(  # noqa: PLR0913 - the options of a command
     workers: int | None,
     no_record: bool,
 ) -> None:
-    """Run CAMPAIGN and add the result to docs/campaigns.md. Exit status 1 if a property was violated."""
+    """Run CAMPAIGN and add the result to docs/campaign-record.md. Exit status 1 if a property was violated."""
     record = None if no_record else RECORD
     if campaign in SIMULATED:
         violations = simulated.run(campaign, seeds, processes, record)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from soak.trees import CURRENT
 from strata.base.errors import StrataError
 from strata.base.secret import read_secret
 from strata.fleet.client.hub_client import HubClient
@@ -22,8 +23,8 @@ from strata.hub.settings import SOCKET
 from tests.support.ports import port_of, reserve_port
 
 ROOT: Final = Path(__file__).parents[1]
-STRATA: Final = str(Path(sys.executable).with_name("strata"))
-READY_S: Final = 60.0
+STRATA: Final = CURRENT.program
+READY_S: Final = 180.0
 _POLL_S: Final = 0.01
 
 
@@ -53,8 +54,9 @@ class HubProcess:
         database: str = "",
         settings: Mapping[str, str] | None = None,
         config: Path | None = None,
-        program: Sequence[str] = (STRATA,),
+        program: Sequence[str] = (),
     ) -> None:
+        """`program` stands for that of the tree."""
         self._guard = reserve_port()
         self.port = port_of(self._guard)
         address = f"127.0.0.1:{self.port}"
@@ -65,11 +67,13 @@ class HubProcess:
         self.address = f"unix:{self.data / SOCKET}"
         self.log = folder / "hub.log"
         self._program = program
+        self.tree = CURRENT
+        """What the next start runs."""
         self._args = ["hub", "--listen", address, "--data", str(self.data), "--log-format", "json"]
         self._args += ["--database", database] if database else []
         self._args += ["--config", str(config)] if config else []
         # A crash of its own leaves the stacks of all threads in the log.
-        own = {"PATH": os.defpath, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PYTHONFAULTHANDLER": "1"}
+        own = {"PATH": os.defpath, "PYTHONFAULTHANDLER": "1"}
         self._environ = own | {f"STRATA_HUB_{name}": value for name, value in given.items()}
         self._process: asyncio.subprocess.Process | None = None
         self._dying: asyncio.Task[float] | None = None
@@ -89,13 +93,13 @@ class HubProcess:
 
     async def start(self, arm: ArmedFailpoint | None = None) -> None:
         """Only start it: `ready` waits until it answers."""
-        command = self._program if arm is None else arm.program
+        command = (self._program or (self.tree.program,)) if arm is None else arm.program
         self.started_s = time.monotonic()
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
                 *self._args,
-                env=self._environ,
+                env=self._environ | {"PYTHONPATH": self.tree.python_path},
                 stderr=log,
                 stdout=log,
                 stdin=asyncio.subprocess.DEVNULL,

@@ -85,7 +85,7 @@ async def run_trials(
                 break
         tally.epochs = await pool.finish(FINISH_S)
         tally.confirmed = expected.confirmed
-        expected.problems += await _check_journal(url)
+        expected.problems += await check_journal(url)
     finally:
         await pool.close()
         for each in both:
@@ -96,7 +96,7 @@ async def run_trials(
     return tally.result(expected.summary())
 
 
-async def _check_journal(url: str) -> list[str]:
+async def check_journal(url: str) -> list[str]:
     """Under every epoch facts were added to the end only: none of an older epoch after one of a newer."""
     stream = CoordinatorSettings().stream
     async with await open_journal(url, SystemClock(), create=False) as journal:

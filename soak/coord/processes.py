@@ -16,12 +16,12 @@ from typing import Final
 import grpc
 from grpc_health.v1 import health_pb2
 
+from soak.trees import CURRENT
 from strata.coord.server.process import SERVICE
 from tests.support.ports import port_of, reserve_port
 
 ROOT: Final = Path(__file__).parents[2]
-STRATA: Final = str(Path(sys.executable).with_name("strata"))
-READY_S: Final = 30.0
+READY_S: Final = 120.0
 _POLL_S: Final = 0.01
 _EAGER: Final = (("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200))
 
@@ -54,8 +54,9 @@ class Coordinator:
         self.log = folder / f"{name}.log"
         self._args = ["coordinator", "--listen", self.address, "--database", database, "--log-format", "json"]
         # A crash of its own leaves the stacks of all threads in the log.
-        own = {"PATH": os.defpath, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PYTHONFAULTHANDLER": "1"}
-        self._environ = {**own, **settings}
+        self._environ = {"PATH": os.defpath, "PYTHONFAULTHANDLER": "1", **settings}
+        self.tree = CURRENT
+        """What the next start runs."""
         self._process: asyncio.subprocess.Process | None = None
         self._dying: asyncio.Task[float] | None = None
         self.crashes: list[str] = []
@@ -72,13 +73,18 @@ class Coordinator:
 
     async def start(self, arm: Arm | None = None) -> None:
         command = (
-            [STRATA]
+            [self.tree.program]
             if arm is None
             else [sys.executable, "-m", "soak.coord.fault_injection", arm.failpoint, str(arm.skip)]
         )
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *command, *self._args, env=self._environ, stderr=log, stdin=asyncio.subprocess.DEVNULL, cwd=ROOT
+                *command,
+                *self._args,
+                env=self._environ | {"PYTHONPATH": self.tree.python_path},
+                stderr=log,
+                stdin=asyncio.subprocess.DEVNULL,
+                cwd=ROOT,
             )
         self._dying = asyncio.create_task(self._death(self._process))
 

@@ -1,4 +1,4 @@
-"""All workers of a job are killed and started again at random moments; the program is the one of docs/coordinator.md.
+"""All workers of a job are killed and started again at random moments; the program is in docs/coordinator-workers.md.
 
 A trial is one job: workers count the words of a corpus whose lines are all different. At the end every line is in the
 surviving model once, or a worker has ended with a status other than 0 and a reason. Then the program is run once more:
@@ -39,7 +39,7 @@ FINISHED: Final = "is finished"
 
 def program() -> str:
     """The worker of the document, as it stands there."""
-    text = (ROOT / "docs" / "coordinator.md").read_text("utf-8")
+    text = (ROOT / "docs" / "coordinator-workers.md").read_text("utf-8")
     return next(each.body for each in blocks(text) if each.title == "worker.py")
 
 

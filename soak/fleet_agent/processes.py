@@ -15,7 +15,8 @@ from pathlib import Path
 from signal import SIGKILL, Signals
 from typing import Any, Final, TypeVar
 
-from soak.hub_process import ROOT, STRATA, ArmedFailpoint
+from soak.hub_process import ROOT, ArmedFailpoint
+from soak.trees import CURRENT
 from strata.base.atomic import read_json
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
@@ -73,8 +74,10 @@ class AgentProcess:
             # Its trainers lie in folders that a sandbox hides.
             "SANDBOX_MODE": "off",
         }
-        own = {"PATH": os.defpath, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PYTHONFAULTHANDLER": "1"}
+        own = {"PATH": os.defpath, "PYTHONFAULTHANDLER": "1"}
         self._environ = own | {f"STRATA_AGENT_{name}": value for name, value in settings.items()}
+        self.tree = CURRENT
+        """What the next start runs."""
         self._process: asyncio.subprocess.Process | None = None
         self._dying: asyncio.Task[float] | None = None
         self.crashes: list[str] = []
@@ -90,12 +93,12 @@ class AgentProcess:
         return self._process.pid
 
     async def start(self, arm: ArmedFailpoint | None = None) -> None:
-        command = (STRATA,) if arm is None else arm.program
+        command = (self.tree.program,) if arm is None else arm.program
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
                 "agent",
-                env=self._environ,
+                env=self._environ | {"PYTHONPATH": self.tree.python_path},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -73,8 +73,9 @@ class TwoHubsOutcome:
 class Person:
     """Runs commands of the command line behind the balancer."""
 
-    def __init__(self, home: Path, url: str) -> None:
+    def __init__(self, home: Path, url: str, program: str = STRATA) -> None:
         self._url = url
+        self._program = program
         self._home = home
         (home / "work").mkdir(parents=True)
         (home / "work" / "hello.py").write_text("print('hello')\n")
@@ -83,7 +84,7 @@ class Person:
     async def run(self, *words: str, stdin: str = "") -> str:
         """What the command printed; RuntimeError if it fails."""
         process = await asyncio.create_subprocess_exec(
-            STRATA,
+            self._program,
             *words,
             env=self._environ,
             cwd=self._home / "work",
@@ -111,7 +112,11 @@ class Person:
 
     def commands(self, job_id: str, number: int) -> tuple[str, ...]:
         """One after the other of those that a person uses."""
-        every = (
+        every = self.every_command(job_id, number)
+        return every[number % len(every)]
+
+    def every_command(self, job_id: str, number: int) -> tuple[tuple[str, ...], ...]:
+        return (
             ("status",),
             ("run", "--seed", str(number), "--environment", "none", "--", "python", "hello.py"),
             ("list",),
@@ -121,7 +126,6 @@ class Person:
             ("run", "-d", "--seed", str(number), "--environment", "none", "--", "python", "hello.py"),
             ("wait", job_id),
         )
-        return every[number % len(every)]
 
 
 class Campaign:

@@ -78,7 +78,8 @@ def _compare_notes(server: ServeProcess, told: Counter[str], outcome: Outcome) -
     """Ranks that pretend write down what they do: the last group has done everything, once."""
     if not server.applied_file.exists():
         return
-    lines = [line.split(" ", 1) for line in server.applied_file.read_text(encoding="utf-8").splitlines()]
+    # What follows the name says whether it was replayed.
+    lines = [line.split(" ")[:2] for line in server.applied_file.read_text(encoding="utf-8").splitlines()]
     done = Counter(name for group, name in lines if group == lines[-1][0])
     numbered = [name for name in told if name.rpartition(":")[2].isdecimal() and not name.endswith(f":{INITIAL}")]
     wrong = [name for name in numbered if done[name] != 1]

@@ -19,6 +19,7 @@ import httpx
 import zmq.asyncio
 
 from soak.train import fault_injection
+from soak.trees import CURRENT, Tree
 from strata.base.clock import SystemClock
 from strata.base.settings import process_environment
 from strata.journal.open import open_journal
@@ -72,6 +73,8 @@ class ServeOptions:
     """The data of a server that has ended, whose journal is done again from its first dispatch."""
     data_bytes: int = 0
     """What each of its processes may allocate; 0 is no limit."""
+    tree: Tree = CURRENT
+    """What it runs first."""
 
 
 DEFAULT_OPTIONS: Final = ServeOptions()
@@ -106,14 +109,25 @@ class ServeProcess:
         if options.armed:
             self._environment["PYTHONPATH"] = fault_injection.prepare(self.orders)
         self._data_bytes = options.data_bytes
+        self.tree = options.tree
+        """What the next start runs."""
         self._pretending: asyncio.subprocess.Process | None = None
         self._launcher: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
         if self._ranks == "pretending":
-            own = ("--settings", str(self._file), "--applied", str(self.applied_file))
-            self._pretending = await self._spawn("-m", "tests.support.fake_ranks", *own)
+            await self.start_ranks()
         await self._launch()
+
+    async def start_ranks(self) -> None:
+        """Those that pretend."""
+        own = ("--settings", str(self._file), "--applied", str(self.applied_file))
+        self._pretending = await self._spawn("-m", "tests.support.fake_ranks", *own)
+
+    async def ranks_end(self) -> int:
+        """Their exit status."""
+        assert self._pretending is not None
+        return await self._pretending.wait()
 
     async def restart(self) -> list[int]:
         """As whoever supervises it: at once when the launcher is dead, with all that it left behind still there.
@@ -143,12 +157,13 @@ class ServeProcess:
     async def _spawn(self, *arguments: str) -> asyncio.subprocess.Process:
         with (self.folder / "serve.log").open("ab") as log:
             return await asyncio.create_subprocess_exec(
-                sys.executable,
+                self.tree.python,
                 *arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=self._environment,
+                cwd=self.tree.root,
             )
 
     @property

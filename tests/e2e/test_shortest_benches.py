@@ -11,11 +11,28 @@ from typing import Final
 import pytest
 
 from bench.__main__ import BENCHES
+from bench.pages.cases import SIZE, pages
 from soak.campaigns import REAL, SIMULATED
 
 ROOT: Final = Path(__file__).parents[2]
 PEERS: Final = {"dlrover", "peers"}
 """Benches beside other projects, whose packages have environments of their own."""
+PAGES: Final = list(pages(SIZE))
+CASES: Final = {
+    "pages": [
+        *(f"sqlite.{name}" for name in ["idle", *PAGES, "viewers"]),
+        *(f"paint.{name}" for name in PAGES),
+        *(f"postgres.{name}" for name in ["idle", *PAGES, "viewers"]),
+        *(f"gang.{name}" for name in ("idle", "gangs", "gang", "gang.search")),
+    ],
+    "tenants": [
+        "tenants.1",
+        *(f"{beside}.{count}" for count in (2, 4, 8, 16) for beside in ("tenants", "slices")),
+        "narrow.8",
+        "snapshots",
+    ],
+}
+"""All cases of the benches that measure several servers: one that skips a server or a case of it fails."""
 POSTGRES_ALONE: Final = {"coordinator-partitions", "coordinator-scale"}
 """Campaigns of coordinators that share one database."""
 FEW_WORKERS: Final = {"coordinator-herd": 1_000, "coordinator-scale": 400}
@@ -37,6 +54,7 @@ def test_a_bench_ends_with_figures(name: str) -> None:
     rows = [json.loads(line) for line in run("bench", name, "--quick", "--json-only").splitlines()]
     assert rows
     assert all(row["bench"] == name and row["ours"] is not None for row in rows)
+    assert name not in CASES or sorted(row["case"] for row in rows) == sorted(CASES[name])
 
 
 @pytest.mark.parametrize("name", sorted(SIMULATED))
