@@ -44,10 +44,13 @@ from strata.train.api.routes import ROUTES as TRAIN_ROUTES
 from strata.train.orchestrator.metrics import OrchestratorMetrics
 from strata.train.settings import ServerSettings
 from strata.web.routes import PAGES
-from tests.rules import language
+from tests.rules import language, test_layout
 
 ROOT: Final = Path(__file__).parents[2]
 FOLDER: Final = ROOT / "docs" / "reference"
+SKILL: Final = ROOT / "skills" / "strata" / "reference.md"
+SKILL_SECTIONS: Final = ("Run and follow jobs", "Results and data")
+"""The commands of which a program that acts for people is told."""
 MARK: Final = "<!-- made by `make reference`; do not edit -->"
 
 SETTINGS: Final[Mapping[str, tuple[tuple[str, type[msgspec.Struct]], ...]]] = {
@@ -63,6 +66,14 @@ SETTINGS: Final[Mapping[str, tuple[tuple[str, type[msgspec.Struct]], ...]]] = {
     ),
 }
 """The settings of each program: the sections that it reads."""
+
+_OPENINGS: Final = {
+    ".py": re.compile(r'"""(.*?)(?:\n\n|""")', re.DOTALL),
+    ".js": re.compile(r"((?://.*\n)+)"),
+    ".html": re.compile(r"\{# (.*?) #\}", re.DOTALL),
+    ".css": re.compile(r"/\* (.*?) \*/", re.DOTALL),
+}
+"""How a file says what it has, by its suffix."""
 
 
 def settings_page() -> str:
@@ -187,6 +198,33 @@ def commands_page() -> str:
     return _page("Commands", parts)
 
 
+def skill_page() -> str:
+    """The commands for jobs and results in a line each, and the routes of the hub as its OpenAPI document has them."""
+    context = click.Context(strata, info_name="strata")
+    parts = []
+    for section in SKILL_SECTIONS:
+        names = [name for name, entry in COMMANDS.items() if entry.section == section]
+        found = [(name, strata.get_command(context, name)) for name in names]
+        rows = [row for name, command in found if command for row in _command_rows(command, f"strata {name}", context)]
+        parts += [f"## {section}", _table(("command", "what it does"), rows)]
+    routes = [_route_row(route) for route in sorted(HUB_ROUTES, key=lambda each: (each.path, each.method))]
+    short = [(path, access, summary) for path, access, _, summary in routes]
+    parts += ["## Routes of the hub", "`GET /v1/openapi.json` has bodies and replies."]
+    parts.append(_table(("route", "for", "what it does"), short))
+    return _page("Commands and routes", parts)
+
+
+def _command_rows(command: click.Command, name: str, parent: click.Context) -> Iterator[tuple[str, str]]:
+    context = click.Context(command, info_name=name.rpartition(" ")[2], parent=parent)
+    if not isinstance(command, click.Group):
+        yield f"`{' '.join([name, *command.collect_usage_pieces(context)])}`", command.get_short_help_str(limit=200)
+        return
+    for inner in command.list_commands(context):
+        found = command.get_command(context, inner)
+        if found is not None and not found.hidden:
+            yield from _command_rows(found, f"{name} {inner}", context)
+
+
 def _command_parts(command: click.Command, name: str, parent: click.Context) -> Iterator[str]:
     context = click.Context(command, info_name=name.rpartition(" ")[2], parent=parent)
     yield f"### `{' '.join([name, *command.collect_usage_pieces(context)])}` {{#{_anchor(name)}}}"
@@ -252,13 +290,43 @@ def events_page() -> str:
     ]
     parts = [
         "## Events of a fleet",
-        "`strata events`, the dashboard and webhooks have them ([who did what](../fleet.md#who-did-what)).",
+        "`strata events`, the dashboard and webhooks have them ([who did what](../fleet-sharing.md#who-did-what)).",
         _table(("kind", "what happened to its subject"), fleet),
         "## Log events",
         "Lines of logs have an event, which is stable, and fields. Alerts and runbooks may quote it.",
         _table(("event", "level", "module", "fields"), lines),
     ]
     return _page("Events", parts)
+
+
+def modules_page() -> str:
+    """Every module with the first paragraph of its docstring, in the order of the layout in ARCHITECTURE.md."""
+    names = [name for row in test_layout.rows(test_layout.layout()) for name in row.names]
+    folders: dict[Path, list[tuple[str, str]]] = {}
+    for path in sorted(test_layout.SOURCE.rglob("*.*")):
+        if path.suffix in _OPENINGS and "pb" not in path.parts and (text := _opening(path)):
+            row = "" if path.name == "__init__.py" else f"`{path.name}`"
+            folders.setdefault(path.parent.relative_to(test_layout.SOURCE), []).append((row, text))
+
+    def place(folder: Path) -> list[int]:
+        prefixes = [folder, *folder.parents][-2::-1]
+        return [names.index(str(prefix)) if str(prefix) in names else len(names) for prefix in prefixes]
+
+    parts = [
+        "Which module has what, in the order of [the layout](../architecture.md#layout). The worker in C++ is in "
+        "`examples/cpp-worker`, and its protocol in `proto/strata/v1`."
+    ]
+    for folder in sorted(folders, key=lambda each: (place(each), each)):
+        rows = [row for row in folders[folder] if row[0]]
+        parts += [f"## `{Path('strata') / folder}`", *(text for name, text in folders[folder] if not name)]
+        parts += [_table(("module", "what it has"), rows)] if rows else []
+    return _page("Modules", parts)
+
+
+def _opening(path: Path) -> str:
+    """The first paragraph of a module's docstring, or the comment with which a script, a style or a template begins."""
+    found = _OPENINGS[path.suffix].match(path.read_text(encoding="utf-8"))
+    return " ".join(re.sub(r"^//", "", found[1], flags=re.MULTILINE).split()) if found else ""
 
 
 def _code(names: Iterable[str]) -> str:
@@ -283,7 +351,7 @@ def _page(title: str, parts: Iterable[str]) -> str:
 
 
 def pages() -> dict[str, str]:
-    made = (settings_page, routes_page, commands_page, metrics_page, events_page)
+    made = (settings_page, routes_page, commands_page, metrics_page, events_page, modules_page)
     return {f"{make.__name__.removesuffix('_page')}.md": make() for make in made}
 
 
@@ -291,4 +359,5 @@ if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     for name, text in pages().items():
         (FOLDER / name).write_text(text, encoding="utf-8")
-    sys.stdout.write(f"wrote {len(pages())} pages below docs/reference\n")
+    SKILL.write_text(skill_page(), encoding="utf-8")
+    sys.stdout.write(f"wrote {len(pages())} pages below docs/reference, and skills/strata/reference.md\n")

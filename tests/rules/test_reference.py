@@ -19,6 +19,10 @@ def test_the_pages_are_those_of_the_code(pages: dict[str, str]) -> None:
     assert written == pages, "make reference"
 
 
+def test_the_reference_of_the_skill_is_that_of_the_code() -> None:
+    assert reference.SKILL.read_text(encoding="utf-8") == reference.skill_page(), "make reference"
+
+
 @pytest.mark.parametrize("name", ["settings.md", "routes.md", "commands.md", "metrics.md"])
 def test_everything_that_is_declared_has_a_meaning(pages: dict[str, str], name: str) -> None:
     rows = [line for line in pages[name].splitlines() if line.startswith("| `") and "| section [" not in line]
