@@ -35,7 +35,7 @@ PYTEST := $(BIN)/python -m pytest
 TIERS := $(BIN)/python -m tests.tiers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check lint rules test ledger tsan weekly weekly-tests weekly-regressions $(WEEKLY_KILLS) $(WEEKLY_SEEDS) weekly-arm64 newest lowest gpu release bench soak docs services constraints proto contract diagrams families reference format clean installed
+.PHONY: help setup check lint rules test ledger tsan weekly weekly-tests weekly-regressions $(WEEKLY_KILLS) $(WEEKLY_SEEDS) weekly-arm64 newest lowest gpu release bench soak docs services constraints proto contract diagrams pictures families reference format clean installed
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,7 +73,7 @@ ledger: installed ## take the last runs of tests into the durations, the ledger 
 tsan: installed ## the conformance suite with the worker in C++ under ThreadSanitizer
 	STRATA_TEST_CPP_PRESET=tsan $(PYTEST) tests/conformance/coordinator -k cpp $(ARGS)
 
-# What is too long for every change, in a random order. The campaigns add what they showed to docs/campaigns.md. One after
+# What is too long for every change, in a random order. The campaigns add what they showed to docs/campaign-record.md. One after
 # the other, the next also if one is red: then it ends with a status that is not 0.
 weekly: installed ## inference engines (vLLM), longest tests, newest packages, benchmarks beside the last release, kill campaigns, an agent on arm64 under qemu; as root, hours on two cores
 	$(MAKE) --keep-going -j1 --no-print-directory weekly-tests weekly-regressions tsan newest $(WEEKLY_KILLS) $(WEEKLY_SEEDS) weekly-arm64
@@ -120,7 +120,7 @@ services: installed ## run the servers the tests need, in the foreground, and pr
 
 constraints: installed ## pin all packages of pyproject.toml again, with hashes
 	$(BIN)/uv pip compile pyproject.toml --universal --generate-hashes --python-version 3.11 \
-		--extra sdk --extra agent --extra worker --extra worker-data --extra coordinator --extra hub --extra postgres --extra notify \
+		--extra sdk --extra agent --extra worker --extra worker-data --extra coordinator --extra hub --extra postgres --extra notify --extra mcp \
 		--extra recipes --extra sweep --extra otel --extra trackers --extra dev \
 		--no-emit-index-url --custom-compile-command "make constraints" -q -o constraints.txt
 	echo hatchling | $(BIN)/uv pip compile pyproject.toml - --universal --generate-hashes --python-version 3.11 \
@@ -139,10 +139,13 @@ proto: installed ## write the pb folders and the accepted contract from the .pro
 		--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --python_out=$(OUT) --mypy_out=quiet:$(OUT) strata/train/wire/pb/tinker.proto
 	$(BIN)/buf build proto --as-file-descriptor-set --exclude-source-info -o $(ACCEPTED)
 
-diagrams: installed ## write the state tables of docs/coordinator.md from the core
+diagrams: installed ## write the state tables of docs/coordinator-states.md from the core
 	$(BIN)/python -m tests.rules.diagrams
 
-reference: installed ## write docs/reference: settings, routes, commands, metrics and log events, from the code
+pictures: installed ## write the screenshots and the recording of docs/images from real runs, in Chromium; ARGS=recording for one part
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m scripts.pictures $(ARGS)
+
+reference: installed ## write docs/reference: settings, routes, commands, metrics, log events and modules, from the code
 	$(BIN)/python -m tests.rules.reference
 
 families: installed ## write the table of docs/families.md from what comes of every model family

@@ -23,6 +23,10 @@ settings.register_profile("strata", deadline=None)
 settings.load_profile("strata")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--against", metavar="REV", help="the older commit of the upgrade tests, in place of the release")
+
+
 def pytest_configure() -> None:
     # A run that a shell put into the background ignores SIGINT, and so would every process that a test interrupts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -19,7 +19,7 @@ from strata.fleet.agent.sandbox import PROGRAMS
 
 ROOT: Final = "root"
 """Not a program: only root can become another user."""
-PACKAGES: Final = {"bwrap": "bubblewrap", "ip": "iproute2", "nft": "nftables"}
+PACKAGES: Final = {"bwrap": "bubblewrap", "ip": "iproute2", "nft": "nftables", "slurmd": "slurm-wlm"}
 
 
 def _is_there(program: str) -> bool:

@@ -45,10 +45,17 @@ class Ran:
 
 
 def blocks(text: str) -> Iterator[Block]:
+    return (block for _, block in passages(text))
+
+
+def passages(text: str) -> Iterator[tuple[str, Block]]:
+    """Each block, after the prose between the block before and itself."""
+    end = 0
     for found in _FENCE.finditer(text):
         language, _, rest = found["info"].strip().partition(" ")
         title = _TITLE.search(rest)
-        yield Block(language, title[1] if title else None, found["body"])
+        yield text[end : found.start()], Block(language, title[1] if title else None, found["body"])
+        end = found.end()
 
 
 def steps(body: str) -> list[Step]:

@@ -7,8 +7,6 @@ Versions are the newest of the index, as a person gets them.
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +15,11 @@ from typing import Final
 import pytest
 
 from tests.e2e.blocks import Ran, Step, blocks, steps
-from tests.e2e.machines import newcomer_environment
+from tests.e2e.machines import ROOT, checkout, newcomer_environment
 from tests.e2e.terminal import Terminal
 
 pytestmark = pytest.mark.timeout(400)
 
-ROOT: Final = Path(__file__).parents[2]
 PAGE: Final = ROOT / "docs" / "quickstart.md"
 LONGEST_S: Final = 180.0
 """What the page promises, from its first command to its last."""
@@ -52,21 +49,6 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
         ran = play(todo, first, second)
         took_s = time.monotonic() - began_s
         return Played(ran, first.interrupt(), took_s, data)
-
-
-def checkout(to: Path) -> None:
-    """What a clone has, and what is not committed yet."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    for name in listed.stdout.rstrip("\0").split("\0"):
-        if (ROOT / name).is_file():
-            (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, to / name)
 
 
 def play(todo: list[list[Step]], first: Terminal, second: Terminal) -> list[Ran]:

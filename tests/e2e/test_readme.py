@@ -14,7 +14,7 @@ from tests.e2e.blocks import Step, blocks, matches, play, problems, steps
 ROOT: Final = Path(__file__).parents[2]
 PROGRAMS: Final = Path(sys.executable).parent
 PLAYED: Final = ("docs/journal.md", "docs/settings.md", "docs/simulation.md", "docs/state-machine.md")
-PLAYED_ELSEWHERE: Final = {"README.md", "docs/quickstart.md"}
+PLAYED_ELSEWHERE: Final = {"README.md", "docs/quickstart.md", "docs/starts.md"}
 """They need environments of their own: test_starts and test_quickstart."""
 
 
@@ -45,7 +45,7 @@ def test_a_document_played_from_top_to_bottom_prints_what_it_shows(name: str, tm
 def test_every_program_in_the_documents_is_typed(tmp_path: Path) -> None:
     stand_in_a_checkout(tmp_path)
     files = []
-    for name in ("README.md", *PLAYED):
+    for name in ("README.md", "docs/starts.md", *PLAYED):
         for block in blocks(text_of(name)):
             if block.language == "python":
                 assert block.title is not None, f"{name}: a Python block needs a title, so that it is a file"

@@ -1,4 +1,4 @@
-"""Ranks on two nodes that are started by hand, and a launcher that connects to them: as docs/training.md has it."""
+"""Ranks on two nodes that are started by hand, and a launcher that connects to them: as docs/how-to has it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not lets_make_networks(), reason="the kernel lets this process make no network namespaces"),
 ]
 ROOT: Final = Path(__file__).parents[2]
-SECTION: Final = re.compile(r"(?ms)^## Several nodes\n(.*?)^## ")
+PAGES: Final = ROOT / "docs" / "how-to"
 HEAD, FIRST, SECOND = "10.0.0.9", "10.0.0.1", "10.0.0.2"
 ANNOUNCED: Final = "strata serve: http://127.0.0.1:5555"
 CLIENT: Final = """
@@ -54,7 +54,7 @@ with TrainingServer("http://127.0.0.1:5555", key) as server:
 
 
 class Page(NamedTuple):
-    """What stands in the section, in its order."""
+    """What stands on the page, in its order."""
 
     files: dict[str, str]
     make_keys: str
@@ -65,11 +65,10 @@ class Page(NamedTuple):
 
 @pytest.fixture(scope="module")
 def page() -> Page:
-    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    section = SECTION.search(text)
-    assert section is not None
-    commands = [block.body for block in blocks(section[1]) if block.language == "bash"]
-    return Page({block.title: block.body for block in blocks(text) if block.title}, *commands)
+    text = (PAGES / "train-on-several-nodes.md").read_text(encoding="utf-8")
+    on_one_machine = (PAGES / "train-by-api.md").read_text(encoding="utf-8")
+    commands = [block.body for block in blocks(text) if block.language == "bash"]
+    return Page({block.title: block.body for block in blocks(text + on_one_machine) if block.title}, *commands)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ CORE_IMPORTS: Final = (
 CORE_NUMPY: Final = {
     "src/strata/coord/core/permutation.py",
     "src/strata/coord/core/placement.py",
-    "src/strata/coord/core/rendezvous.py",
+    "src/strata/coord/core/rendezvous_hashing.py",
 }
 """numpy is arithmetic here, no I/O: a placement scores millions of pairs, which takes seconds in plain Python."""
 CORE_CALLS: Final = (
@@ -40,6 +40,8 @@ _NOTE: Final = re.compile(r"\b(?:TODO|FIXME|XXX)\b[:\s]*(.*)")
 
 BASE_THIRD_PARTY: Final = {"msgspec", "rfc8785"}
 CLI_TOP_LEVEL: Final = ("click", "strata.base", "strata.cli")
+CLI_LOADED: Final = "src/strata/cli/mcp"
+"""Only the function of its command imports the modules of this folder."""
 CLI_SLOW: Final = {"asyncio", "concurrent", "http", "json", "multiprocessing", "sqlite3", "ssl", "urllib"}
 
 MAY_CATCH_ALL: Final = {
@@ -165,7 +167,8 @@ def base_imports(source: Source) -> list[str]:
 
 def cli_top_level(source: Source) -> list[str]:
     """At module level a command imports click and what is fast; its layer comes inside the function."""
-    if not source.within("src/strata/cli"):
+    loaded = source.within(CLI_LOADED) and source.path.name != "command.py"
+    if loaded or not source.within("src/strata/cli"):
         return []
     found = []
     for node, name in imports(ast.walk(_module_level(source.parse()))):

@@ -1,4 +1,4 @@
-"""The state diagrams of docs/coordinator.md, found by walking the core: every status it can reach, and how.
+"""The state diagrams of docs/coordinator-states.md, found by walking the core: every status it can reach, and how.
 
 `python -m tests.rules.diagrams` writes them. Nothing here says which transitions there are: small jobs are led through
 all sequences of a few inputs, and what the core decides and applies is written down. So a diagram shows what the code
@@ -51,7 +51,7 @@ from strata.coord.core.job_config import JobConfig
 from strata.coord.core.machine import CoordMachine, decide
 from strata.coord.core.state import CoordState, JobState
 
-DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "coordinator.md"
+DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "coordinator-states.md"
 BEGIN: Final = "<!-- made by `make diagrams`; do not edit -->"
 END: Final = "<!-- end of the diagrams -->"
 

@@ -52,6 +52,7 @@ PLANTS: Final[tuple[tuple[Rule, str, str], ...]] = (
     (banned.base_imports, "src/strata/base/log.py", "import structlog"),
     (banned.base_imports, "src/strata/base/log.py", "import strata.journal.port"),
     (banned.cli_top_level, "src/strata/cli/jobs.py", "import asyncio"),
+    (banned.cli_top_level, "src/strata/cli/mcp/command.py", "import anyio"),
     (banned.cli_top_level, "src/strata/cli/jobs.py", "from strata.fleet import client"),
     (banned.cli_top_level, "src/strata/cli/jobs.py", "if fast:\n    import rich"),
 )

@@ -17,7 +17,11 @@ ROOT: Final = Path(__file__).parents[2]
 
 
 def documents() -> list[Path]:
-    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+    return [
+        *sorted(ROOT.glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
+        *sorted((ROOT / "skills").rglob("*.md")),
+    ]
 
 
 def lines_of(program: str) -> Iterator[Line]:

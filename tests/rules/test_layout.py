@@ -88,6 +88,19 @@ def layout() -> str:
     return text.partition("```\nsrc/strata/\n")[2].partition("\ntests/ ")[0]
 
 
+def leveled() -> list[str]:
+    """The modules and folders that the table of levels names."""
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    table = text.partition("\n| level | modules |\n")[2].partition("\n## ")[0]
+    return re.findall(r"`([a-z_/]+)`", table)
+
+
+def test_every_module_with_a_level_exists() -> None:
+    names = leveled()
+    assert len(names) > FEWEST_LISTED // 4
+    assert [name for name in names if not is_there(name)] == []
+
+
 def test_every_name_of_the_layout_exists() -> None:
     assert len([name for row in rows(layout()) for name in row.names]) >= FEWEST
     assert len([word for row in rows(layout()) for word in listed(row)]) >= FEWEST_LISTED

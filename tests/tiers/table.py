@@ -55,7 +55,6 @@ LIMITS_S: Final = {Tier.CHECK: 60.0, Tier.UNIT: 5.0, Tier.PR: 30.0, Tier.MERGE: 
 
 PROMOTED: Final = (
     "tests/e2e/test_base_install.py",
-    "tests/e2e/test_endpoints_docs.py",
     "tests/e2e/test_quickstart.py",
     "tests/e2e/test_readme.py",
     "tests/e2e/test_starts.py",
