@@ -59,6 +59,22 @@ def test_a_rank_hears_of_the_commit_although_the_other_has_left_and_too_few_are_
     assert job.refusal(job.report_of("w0", 8)).code is Code.UNAVAILABLE
 
 
+def test_a_rank_hears_of_the_commit_although_the_next_generation_has_formed_without_the_other() -> None:
+    job = training()
+    report = job.report_of("w0", 7)
+    job.submit(report)
+    job.report("w1", 7)
+    job.submit(Leave(job.caller("w1")))
+    job.tick(after_s=10.0)
+    assert job.job.settled
+    assert job.job.generation == 2
+    state = job.told(CheckpointState, report)
+    assert (state.committed, state.generation_ends, state.tombstones) == (True, True, ())
+    other_part = replace(report, part=msgspec.structs.replace(report.part, uri="/elsewhere"))
+    assert job.refusal(other_part).detail["reason"] == "stale-generation"
+    assert job.refusal(replace(report, step=8, checkpoint_id="c8")).detail["reason"] == "stale-generation"
+
+
 def test_ranks_that_reported_different_steps_have_no_checkpoint() -> None:
     job = training()
     job.report("w0", 7)

@@ -9,6 +9,7 @@ import pytest
 
 import strata.coord.worker as strata
 from strata.base.errors import Code, StrataError
+from strata.coord.core.facts import GangStatus
 from tests.shell.coord.running import Running, in_process
 from tests.shell.coord_worker.test_calls import worker
 from tests.shell.coord_worker.test_start import checkpointed
@@ -54,6 +55,37 @@ async def test_ranks_that_were_started_again_start_in_one_generation_from_one_ch
             await each.__aexit__(None, None, None)
         with pytest.raises(StrataError):
             await before.flush()
+
+
+async def test_a_rank_that_learns_of_the_last_commit_after_the_others_have_left_is_done_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The next generation has formed, without the rank that left, when the other one looks again.
+    monkeypatch.setattr("strata.coord.worker.checkpoints.COMMIT_POLL_S", (1.0, 1.0))
+    part = tmp_path / "part"
+    part.write_bytes(b"state")
+    async with in_process() as running:
+        found = await together(running, 2)
+        for each in found:
+            await each.dataset("corpus", samples=20, shard_size=10)
+            shard = await each.next_shard("corpus", 0)
+            assert shard is not None
+            shard.done()
+        late = asyncio.create_task(found[1].checkpoint(3, part))
+        async with asyncio.timeout(10):
+            while not running.service.state.jobs["default"].collecting:
+                await asyncio.sleep(0.01)
+        assert (await found[0].checkpoint(3, part)).committed
+        await found[0].__aexit__(None, None, None)
+        async with asyncio.timeout(10):
+            while running.service.state.jobs["default"].generation < 2 or not found[1].is_stale:
+                await asyncio.sleep(0.01)
+        assert (await late).committed
+        with pytest.raises(StrataError) as stale:
+            found[1].step(4)
+        assert strata.reason_of(stale.value) is strata.Reason.MEMBERSHIP_CHANGED
+        await found[1].__aexit__(None, None, None)
+        assert running.service.state.jobs["default"].status is GangStatus.FINISHED
 
 
 async def test_a_worker_whose_rank_is_taken_by_others_says_so_and_does_not_join() -> None:

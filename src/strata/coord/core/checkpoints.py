@@ -41,10 +41,13 @@ from strata.coord.core.state import (
 def report(state: CoordState, request: ReportCheckpoint) -> tuple[list[Fact], CheckpointState]:
     job = job_of(state, request.caller)
     committed = job.checkpoint(request.checkpoint_id)
-    check_recovered(job, reporting_member(job, request.caller, is_committed=committed is not None))
+    check_recovered(job, reporting_member(job, request, committed))
     worker_id, indexes = request.caller.worker_id, state.indexes_of(job.job)
     collecting = job.collecting.get(request.checkpoint_id)
     _check_step(request, committed or collecting)
+    if committed is not None and request.caller.generation not in (0, job.generation):
+        # Its rank is another one now, so nothing of it is garbage.
+        return [], CheckpointState(committed=True, missing_ranks=(), tombstones=(), generation_ends=True)
     tombstones = _garbage_of_rank(job, indexes, job.ranks[worker_id], request.part.uri)
     if committed is not None:
         return [], CheckpointState(
@@ -80,14 +83,19 @@ def report(state: CoordState, request: ReportCheckpoint) -> tuple[list[Fact], Ch
     )
 
 
-def reporting_member(job: JobState, caller: Caller, *, is_committed: bool) -> Member:
-    """The caller; it may report a committed checkpoint of its generation also while members join or leave.
+def reporting_member(job: JobState, request: ReportCheckpoint, committed: CommittedCheckpoint | None) -> Member:
+    """The caller; it may repeat the report of a committed checkpoint also while members join or leave, and after that.
 
-    The worker that reported last may leave at once, and below `min_workers` no other generation would form.
+    The worker that reported last may leave at once. Then the others' generation is over, and below `min_workers` no
+    other one forms: without this they would never learn of the commit.
     """
+    caller = request.caller
     member = member_of(job, caller)
-    if is_committed and caller.worker_id in job.ranks and caller.generation in (0, job.generation):
-        return member
+    if committed is not None:
+        if caller.worker_id in job.ranks and caller.generation in (0, job.generation):
+            return member
+        if caller.generation == committed.generation and request.part in committed.parts:
+            return member
     return settled_member(job, caller)
 
 

@@ -225,8 +225,7 @@ async def report(
         job = members.job_of(state, caller)
         report = make(job)
         report = replace(report, checkpoint_id=_shared_id(job, report))
-        is_committed = job.checkpoint(report.checkpoint_id) is not None
-        checkpoints.reporting_member(job, caller, is_committed=is_committed)
+        checkpoints.reporting_member(job, report, job.checkpoint(report.checkpoint_id))
         reports.append(report)
         return report
 
@@ -237,13 +236,14 @@ async def report(
 
 def _shared_id(job: JobState, request: ReportCheckpoint) -> str:
     """Each rank may send an id of its own: a checkpoint is one step of one generation, under the id that came first."""
+    generation = request.caller.generation or job.generation
     for collecting in job.collecting.values():
-        if (collecting.generation, collecting.step) == (job.generation, request.step):
+        if (collecting.generation, collecting.step) == (generation, request.step):
             return collecting.checkpoint_id
     for done in reversed(job.checkpoints):
         # One part for each rank, in their order.
         same = done.parts[request.part.rank : request.part.rank + 1] == (request.part,)
-        if (done.generation, done.step) == (job.generation, request.step) and same:
+        if (done.generation, done.step) == (generation, request.step) and same:
             return done.checkpoint_id
     return request.checkpoint_id
 

@@ -156,7 +156,7 @@ class CheckpointReporter:
                 explicit_consumed=True,
             )
 
-        ack = await session.call(lambda stub: stub.ReportCheckpoint, make)
+        ack = await session.call(lambda stub: stub.ReportCheckpoint, make, even_stale=True)
         session.leases.end(capture)
         if capture.step == session.agreement.step:
             session.agreement.end()

@@ -505,12 +505,19 @@ class AsyncWorker:
         `checkpoint_root` is set, old parts are deleted.
         """
         reported = await self._checkpoints.commit(step, path, digest, size, commit_within_s)
-        # A worker that is drained acks what it consumed when it leaves; the others learn that their generation is over.
-        if reported.committed and not self._session.commands.draining:
+        # A worker that is drained acks what it consumed when it leaves.
+        if not reported.committed or self._session.commands.draining:
+            return reported
+        try:
             self._session.check()
             await self.flush()
-            if self._session.settings.checkpoint_root:
-                await self.sweep(reported)
+        except StrataError as error:
+            if reason_of(error) is not Reason.MEMBERSHIP_CHANGED:
+                raise
+            # The next safe point raises it. A worker that is done has none: the other one was done before it.
+            return reported
+        if self._session.settings.checkpoint_root:
+            await self.sweep(reported)
         return reported
 
     async def sweep(self, reported: Reported) -> Swept:

@@ -197,13 +197,18 @@ class WorkerSession:
         *,
         timeout_s: float | None = ATTEMPT_S,
         settled: bool = True,
+        even_stale: bool = False,
     ) -> Reply:
-        """Call under the current identity; `make` is called again after a change. Not `settled`: in any generation."""
+        """Call under the current identity; `make` is called again after a change. Not `settled`: in any generation.
+
+        `even_stale` leaves it to the coordinator to refuse what comes from a generation that is over.
+        """
         while True:
-            if settled:
+            if settled and not even_stale:
                 await self.sync_generation()
             else:
                 self.check_failure()
+            even_stale = False
             incarnation = self.incarnation
             try:
                 return await self.link.call(method, make(), Deadline(timeout_s, self.settings.patience_s))
