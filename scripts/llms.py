@@ -1,5 +1,5 @@
 """A hook of mkdocs (`hooks` in mkdocs.yml): writes llms.txt, a line for each page, and llms-full.txt, the text of all
-pages, into the site. Both follow its navigation.
+pages, into the site. Both follow its navigation. The title of the site has the version that its pages describe.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
+from strata import __version__
+
 _PARAGRAPHS: Final = re.compile(r"\n\s*\n")
 _NO_SENTENCE: Final = ("#", "|", "```", "<!--", "<", "- ", "!")
 """How paragraphs begin that do not say what a page is about."""
 _LINK: Final = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 _NAVIGATION: list[Navigation] = []
 """Of the build that runs: mkdocs gives it to one event, and the files are written at another."""
+
+
+def on_config(config: MkDocsConfig, **_: object) -> None:
+    config.site_name = f"{config.site_name} {__version__}"
 
 
 def on_nav(nav: Navigation, **_: object) -> None:
