@@ -501,8 +501,7 @@ class AsyncWorker:
     ) -> Reported:
         """Report a part that holds everything consumed so far, and wait until all ranks have reported the same step.
 
-        DEADLINE after `commit_within_s`; 0 does not wait. The report can be repeated, and so is how to look. Then, if a
-        `checkpoint_root` is set, old parts are deleted.
+        DEADLINE after `commit_within_s`; 0 does not wait: repeat the report to look. Deletes old parts in the root.
         """
         reported = await self._checkpoints.commit(step, path, digest, size, commit_within_s)
         # A worker that is drained acks what it consumed when it leaves.
