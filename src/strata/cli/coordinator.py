@@ -1,14 +1,18 @@
-"""`strata coordinator`: run the coordinator or its dashboard, and issue or revoke tokens of workers."""
+"""`strata coordinator`: run the coordinator or its dashboard, issue or revoke tokens of workers, and get a certificate
+from the hub.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 import click
 
 from strata.base.errors import Code, StrataError
+from strata.cli.fleet.client import hub_client, hub_option
 from strata.cli.options import config_option, configure_log, log_format_option, read_duration
 from strata.cli.output import print_error, redact, write
 
@@ -180,6 +184,66 @@ def revoke(config: Path | None, revoke_id: str) -> None:
         raise StrataError(Code.INVALID, f"{revoke_id!r} is not the id of a token")
     with file.open("a", encoding="utf-8") as lines:
         lines.write(f"{revoke_id}\n")
+
+
+@coordinator.command()
+@click.option(
+    "--name",
+    "names",
+    multiple=True,
+    required=True,
+    metavar="NAME",
+    help="DNS name or address at which workers reach the coordinator; repeatable.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    metavar="FOLDER",
+    help="Write cert.pem, key.pem and ca.pem here.",
+)
+@hub_option
+def certificate(*, names: tuple[str, ...], out: Path, context: str | None) -> None:
+    """Get a certificate for a coordinator from the hub's authority.
+
+    Needs the role operator. The private key is created here and never sent. Run it again to renew the certificate, with
+    a new key, and restart the coordinator: it reads its files at its start only.
+    """
+    import datetime
+
+    from strata.base.atomic import write_file
+    from strata.cli.extras import require
+
+    require("cryptography", extra="agent")
+    from strata.fleet.wire.identities import CoordinatorCertificateReply, CoordinatorCertificateRequest
+    from strata.identity.ca import new_signing_request
+
+    key, request = new_signing_request()
+    body = CoordinatorCertificateRequest(names=names, request_pem=request.decode())
+    with hub_client(context) as client:
+        reply = client.call("POST", "/v1/certificate/coordinator", CoordinatorCertificateReply, body=body)
+    files = {name: out / name for name in ("key.pem", "cert.pem", "ca.pem")}
+    _check_folder(files, reply.ca_pem)
+    out.mkdir(parents=True, exist_ok=True)
+    # The authority first: what a crash leaves is of this hub, and the command can run again.
+    write_file(files["ca.pem"], reply.ca_pem.encode(), mode=0o644)
+    write_file(files["key.pem"], key)
+    write_file(files["cert.pem"], reply.certificate_pem.encode(), mode=0o644)
+    until = datetime.datetime.fromtimestamp(reply.expires_at_s, datetime.UTC).date().isoformat()
+    print_error(f"strata coordinator: certificate for {', '.join(reply.names)}, valid until {until}")
+    print_error(
+        f"  strata coordinator --tls-certificate {files['cert.pem']} --tls-key {files['key.pem']}\n"
+        f"  STRATA_WORKER_TLS_CA={files['ca.pem']} for workers, --tls-ca for 'strata gang'"
+    )
+
+
+def _check_folder(files: Mapping[str, Path], ca_pem: str) -> None:
+    """Raise CONFLICT unless the files are missing or of the same authority: a key that is replaced is gone."""
+    authority, there = files["ca.pem"], [each for each in files.values() if each.exists()]
+    if there and not (authority in there and authority.read_bytes() == ca_pem.encode()):
+        raise StrataError(
+            Code.CONFLICT, f"{there[0]} is not of this hub's authority", hint="choose another folder with --out"
+        )
 
 
 @coordinator.command()

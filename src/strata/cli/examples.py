@@ -97,6 +97,7 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = {
     "coordinator": ("strata coordinator --config coordinator.toml",),
     "coordinator token": ("strata coordinator token --config coordinator.toml --job my-job --ttl 7d",),
     "coordinator revoke": ("strata coordinator revoke --config coordinator.toml ID",),
+    "coordinator certificate": ("strata coordinator certificate --name coordinator.example --out tls",),
     "coordinator dashboard": ("strata coordinator dashboard --config coordinator.toml",),
     "gang": ("strata gang my-job --watch", "strata gang checkpoint my-job"),
     "gang show": ("strata gang show my-job", "strata gang show my-job --watch"),

@@ -58,6 +58,8 @@ HOST_STATE_SET: Final = MappingProxyType(
 )
 """The kind of event by the state that was set."""
 
+COORDINATOR_CERTIFIED: Final = _kind("coordinator.certified", "got a certificate as a coordinator")
+
 KEY_MADE: Final = _kind("key.made", "was made")
 KEY_REVOKED: Final = _kind("key.revoked", "was revoked")
 INVITE_MADE: Final = _kind("invite.made", "was made")

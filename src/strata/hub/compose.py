@@ -153,7 +153,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             history=history,
             writing=writing,
             identity=tables.identity,
-            enrollment=Enrollment(tables.identity, authority, clock),
+            enrollment=Enrollment(tables.identity, authority, clock, hub_names=_names(settings)),
             authenticator=Authenticator(tables.identity, clock, authority=authority, operator_token=token),
             authority=authority,
             schemas=tables.cursors,
@@ -268,8 +268,11 @@ def _server_certificate(settings: HubSettings, authority: Authority, now_s: floa
     folder = private_folder(settings.data.expanduser() / "ca")
     certificate, key = settings.tls.certificate, settings.tls.key
     files = None if certificate is None or key is None else (certificate, key)
-    names = settings.tls.names or own_names(settings.listen)
-    return ServerCertificate(authority, folder, names, now_s, files=files)
+    return ServerCertificate(authority, folder, _names(settings), now_s, files=files)
+
+
+def _names(settings: HubSettings) -> Sequence[str]:
+    return settings.tls.names or own_names(settings.listen)
 
 
 def operator_token(data: Path) -> Secret:

@@ -1,9 +1,10 @@
-"""The certificate authority: lifetimes (root 3,650 days, server 90 days, host 24 h), names in certificates, signing
-requests, pins, and key files.
+"""The certificate authority: lifetimes (root 3,650 days, hub and coordinator 90 days, host 24 h), names in
+certificates, signing requests, pins, and key files.
 
-Keys are ECDSA on P-256, which every TLS library of the last ten years supports. A host creates its own key and sends a
-certificate signing request, of which only the public key is used: the authority sets name, lifetime and purpose. There
-is no revocation list: a host certificate is valid for a day, and the database says whether its host was revoked.
+Keys are ECDSA on P-256, which every TLS library of the last ten years supports. Hosts and coordinators create their own
+keys and send a certificate signing request, of which only the public key is used: the authority sets name, lifetime and
+purpose. There is no revocation list: a host certificate is valid for a day, and the database says whether its host was
+revoked.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import datetime
 import hashlib
 import ipaddress
 import os
+import re
 import socket
 import ssl
 from collections.abc import Iterable, Sequence
@@ -37,6 +39,12 @@ _BACKDATE: Final = datetime.timedelta(minutes=10)
 _HOST_URI: Final = "strata://host/"
 HUB_URI: Final = "strata://hub"
 """The name in the certificate with which the hub connects to its hosts: no host has it."""
+_HOST_DOMAIN: Final = "host.strata.internal"
+"""The domain of the names that hosts show their hub."""
+_MAX_NAME: Final = 253
+_LABEL: Final = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
+# The last label is no number: else a mistyped address would be a name.
+_DNS_NAME: Final = re.compile(rf"(?:{_LABEL}\.)*(?![0-9]+\Z){_LABEL}")
 _MAX_REQUEST: Final = 16_384
 _DAY_S: Final = 86_400.0
 _WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104 - recognised, not bound
@@ -49,6 +57,15 @@ class IssuedCertificate:
 
     certificate_pem: bytes
     serving_pem: bytes
+    until_s: float
+
+
+@dataclass(frozen=True)
+class CoordinatorCertificate:
+    """The certificate that a coordinator shows its workers under these DNS names and addresses."""
+
+    certificate_pem: bytes
+    names: tuple[str, ...]
     until_s: float
 
 
@@ -122,13 +139,15 @@ class Authority:
     def issue_server(self, names: Sequence[str], now_s: float) -> tuple[bytes, bytes]:
         """Certificate and key of a hub that answers under these DNS names and addresses."""
         key = ec.generate_private_key(ec.SECP256R1())
-        builder = (
-            self._child(names[0], key.public_key(), now_s, datetime.timedelta(days=SERVER_DAYS))
-            .add_extension(x509.SubjectAlternativeName(_alternatives(names)), critical=False)
-            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        )
-        signed = builder.sign(self._key, hashes.SHA256())
+        signed = self._sign_server(names, key.public_key(), now_s)
         return signed.public_bytes(serialization.Encoding.PEM), private_pem(key)
+
+    def issue_coordinator(self, names: Sequence[str], request_pem: bytes, now_s: float) -> CoordinatorCertificate:
+        """Certificate of a coordinator for the key of this request. It is for servers only: no host is called so."""
+        names = check_names(names)
+        signed = self._sign_server(names, read_request(request_pem), now_s)
+        until_s = signed.not_valid_after_utc.timestamp()
+        return CoordinatorCertificate(signed.public_bytes(serialization.Encoding.PEM), names, until_s)
 
     def issue_host(self, host_id: str, request_pem: bytes, now_s: float) -> IssuedCertificate:
         """Certificates for the key of this request, which has to be signed with it."""
@@ -178,6 +197,16 @@ class Authority:
             raise StrataError(Code.UNAUTHENTICATED, "the host's certificate is not valid now", hint="check the clock")
         return uris[0].removeprefix(_HOST_URI)
 
+    def _sign_server(
+        self, names: Sequence[str], public_key: ec.EllipticCurvePublicKey, now_s: float
+    ) -> x509.Certificate:
+        return (
+            self._child(names[0], public_key, now_s, datetime.timedelta(days=SERVER_DAYS))
+            .add_extension(x509.SubjectAlternativeName(_alternatives(names)), critical=False)
+            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+
     def _child(
         self, name: str, public_key: ec.EllipticCurvePublicKey, now_s: float, lifetime: datetime.timedelta
     ) -> x509.CertificateBuilder:
@@ -210,7 +239,7 @@ def read_request(request_pem: bytes) -> ec.EllipticCurvePublicKey:
     except (ValueError, TypeError, InvalidSignature):
         raise StrataError(Code.INVALID, "this is not a certificate signing request in PEM") from None
     if not isinstance(public_key, ec.EllipticCurvePublicKey) or not isinstance(public_key.curve, ec.SECP256R1):
-        raise StrataError(Code.INVALID, "a host's key has to be ECDSA on P-256")
+        raise StrataError(Code.INVALID, "the key of a signing request has to be ECDSA on P-256")
     if not valid:
         raise StrataError(Code.FORBIDDEN, "the signing request is not signed by its own key")
     return public_key
@@ -271,6 +300,39 @@ def _alternatives(names: Iterable[str]) -> list[x509.GeneralName]:
         except ValueError:
             found.append(x509.DNSName(name))
     return found
+
+
+def check_names(names: Iterable[str]) -> tuple[str, ...]:
+    """The DNS names and addresses in their canonical form, each once. INVALID for all else, wildcards too, and for the
+    names by which the hub knows its hosts."""
+    canonical = tuple(dict.fromkeys(canonical_name(name) for name in names))
+    for name in canonical:
+        if name == _HOST_DOMAIN or name.endswith(f".{_HOST_DOMAIN}"):
+            raise StrataError(Code.INVALID, f"{name[:80]!r} is kept for the hosts of this hub")
+        if not _is_address(name) and (len(name) > _MAX_NAME or not _DNS_NAME.fullmatch(name)):
+            raise StrataError(
+                Code.INVALID,
+                f"{name[:80]!r} is neither a DNS name nor an address",
+                hint="name a host as workers reach it, without port and wildcards",
+            )
+    return canonical
+
+
+def canonical_name(name: str) -> str:
+    """The one spelling of an address or a DNS name, whose case means nothing."""
+    try:
+        return str(ipaddress.ip_address(name))
+    except ValueError:
+        return name.lower()
+
+
+def _is_address(name: str) -> bool:
+    """Says whether this is an address of one machine, without the name of an interface."""
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return "%" not in name and not address.is_unspecified and not address.is_multicast
 
 
 def _unknown() -> StrataError:
@@ -353,7 +415,7 @@ class HubClientCertificate:
 
 def serving_name(host_id: str) -> str:
     """The name in the certificate that a host shows its hub. It is no name of any network."""
-    return f"{host_id.replace('_', '-')}.host.strata.internal"
+    return f"{host_id.replace('_', '-')}.{_HOST_DOMAIN}"
 
 
 def own_names(listen: str) -> Sequence[str]:

@@ -1,10 +1,12 @@
 """Enrolment of hosts: how long an invite is valid (1,800 s), allowed names of hosts, joining, renewal of a host's
-certificate, and the making of API keys. Their formats are in `tokens`, their rows in `store`.
+certificate; certificates of coordinators; and the making of API keys. Their formats are in `tokens`, their rows in
+`store`.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,7 +14,7 @@ from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
 from strata.base.secret import Secret
-from strata.identity.ca import Authority, IssuedCertificate, key_digest
+from strata.identity.ca import Authority, CoordinatorCertificate, IssuedCertificate, canonical_name, key_digest
 from strata.identity.records import ApiKey, HostIdentity, Invite
 from strata.identity.roles import Principal, Role
 from strata.identity.store import IdentityStore
@@ -37,7 +39,11 @@ class Enrolled:
 
 
 class Enrollment:
-    def __init__(self, store: IdentityStore, authority: Authority, clock: Clock) -> None:
+    def __init__(
+        self, store: IdentityStore, authority: Authority, clock: Clock, *, hub_names: Iterable[str] = ()
+    ) -> None:
+        """`hub_names`: the names in the hub's own certificate."""
+        self._hub_names = frozenset(map(canonical_name, hub_names))
         self._store = store
         self._authority = authority
         self._clock = clock
@@ -74,6 +80,23 @@ class Enrollment:
         if host is None or host.public_key != key_digest(request_pem):
             raise StrataError(Code.FORBIDDEN, "a certificate is renewed for the key the host enrolled with")
         return await self._certify(host_id, request_pem, by.actor)
+
+    async def certify_coordinator(
+        self, by: Principal, names: Sequence[str], request_pem: bytes
+    ) -> CoordinatorCertificate:
+        """A certificate with which a coordinator serves under these names, for the key of the request."""
+        by.require_role(Role.OPERATOR)
+        issued = self._authority.issue_coordinator(names, request_pem, self._clock.wall_s())
+        own = sorted(self._hub_names.intersection(issued.names))
+        if own and by.role is not Role.ADMIN:
+            # Its holder could pose as the hub, and be sent the keys of admins.
+            raise StrataError(
+                Code.FORBIDDEN,
+                f"{own[0]} is a name of the hub itself: a certificate for it needs the role admin",
+                hint="give the coordinator a name of its own",
+            )
+        await self._store.record_coordinator_certificate(issued.names, issued.until_s, by.actor, self._clock.wall_s())
+        return issued
 
     async def add_local(self, name: str) -> tuple[HostIdentity, str]:
         """The agent beside its hub on loopback: a host with a bearer secret, which is told only here."""

@@ -225,6 +225,14 @@ class IdentityStore:
 
         await self._database.run(certify)
 
+    async def record_coordinator_certificate(
+        self, names: Sequence[str], until_s: float, actor: str, now_s: float
+    ) -> None:
+        """A certificate was issued to a coordinator, which has no row: the event alone keeps it."""
+        body = {"names": list(names), "until_s": until_s}
+        event = EventRecord(now_s, actor, event_kinds.COORDINATOR_CERTIFIED, names[0], body)
+        await self._database.run(lambda tx: record(tx, [event]))
+
     async def revoke_host(self, host_id: str, reason: str, actor: str, now_s: float) -> None:
         await self._revoke(_HOSTS, host_id, actor, now_s, reason)
 

@@ -82,6 +82,19 @@ async def test_an_invitation_enrolls_one_host_with_its_pool_and_labels(
     ]
 
 
+async def test_the_event_of_a_coordinators_certificate_has_its_names_and_its_end(
+    store: IdentityStore, read_events: ReadEvents
+) -> None:
+    await store.record_coordinator_certificate(("c.example", "10.1.2.3"), 5000.0, "operator", 1001.0)
+    (stored,) = await recorded(store, read_events)
+    event = stored.event
+    assert (event.at_s, event.kind, event.subject, event.actor) == (
+        *(1001.0, "coordinator.certified"),
+        *("c.example", "operator"),
+    )
+    assert event.body == {"names": ["c.example", "10.1.2.3"], "until_s": 5000.0}
+
+
 async def test_an_invitation_with_a_name_is_good_for_that_name_only(store: IdentityStore) -> None:
     named = replace(INVITE, name="desk")
     await store.add_invite(named, "operator")

@@ -91,7 +91,8 @@ def test_certificates_of_others_and_for_other_uses_are_not_hosts() -> None:
     authority = Authority.create("test", NOW_S)
     foreign = Authority.create("test", NOW_S).issue_host("host_7", request(new_key()), NOW_S)
     server, _ = authority.issue_server(["hub.example"], NOW_S)
-    for certificate in (foreign.certificate_pem, server, authority.certificate_pem):
+    coordinator = authority.issue_coordinator(["coordinator.example"], request(new_key()), NOW_S).certificate_pem
+    for certificate in (foreign.certificate_pem, server, coordinator, authority.certificate_pem):
         with pytest.raises(StrataError) as refused:
             authority.host_of(der(certificate), NOW_S)
         assert refused.value.code is Code.UNAUTHENTICATED

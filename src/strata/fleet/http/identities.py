@@ -1,5 +1,5 @@
-"""Routes of identities: the certificate authority, invites, join, renewal of certificates, login codes, API keys; and
-who may make a key of which role.
+"""Routes of identities: the certificate authority, invites, join, renewal of certificates, certificates of
+coordinators, login codes, API keys; and who may make a key of which role.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from strata.fleet.http.context import HubCall, HubContext
 from strata.fleet.wire.identities import (
     CallerReply,
     CertificateReply,
+    CoordinatorCertificateReply,
+    CoordinatorCertificateRequest,
     HubKey,
     HubKeyReply,
     HubKeyRequest,
@@ -57,6 +59,18 @@ async def renew(call: HubCall, body: RenewRequest) -> CertificateReply:
     host = await context.identity.host(call.caller.require_host())
     assert host is not None, "it was just certified"
     return _certificate_reply(context, host, issued)
+
+
+async def certify_coordinator(call: HubCall, body: CoordinatorCertificateRequest) -> CoordinatorCertificateReply:
+    """A certificate of the hub's authority with which a coordinator serves. Each call issues another one."""
+    context = call.context
+    issued = await context.enrollment.certify_coordinator(call.caller, body.names, body.request_pem.encode())
+    return CoordinatorCertificateReply(
+        certificate_pem=issued.certificate_pem.decode(),
+        ca_pem=context.authority.certificate_pem.decode(),
+        names=issued.names,
+        expires_at_s=issued.until_s,
+    )
 
 
 async def add_local(call: HubCall, body: LocalHostRequest) -> LocalHostReply:

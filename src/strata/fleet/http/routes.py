@@ -171,6 +171,7 @@ ROUTES: Final = (
     Route("POST", "/v1/invites", OPERATOR, identities.invite),
     Route("GET", "/v1/invites", OPERATOR, identities.invites),
     Route("POST", "/v1/invite/{id}/revoke", OPERATOR, identities.revoke_invite),
+    Route("POST", "/v1/certificate/coordinator", OPERATOR, identities.certify_coordinator),
     Route("GET", "/v1/caller", READER, identities.caller),
     Route("POST", "/v1/login/code", VIEWER, identities.make_login_code, owner="caller"),
     Route("POST", "/v1/keys", ADMIN, identities.add_key),

@@ -1,4 +1,6 @@
-"""Messages about identities: invites (valid for 1,800 s), joining, certificates, API keys, the caller, login codes."""
+"""Messages about identities: invites (valid for 1,800 s), joining, certificates of hosts and coordinators, API keys,
+the caller, login codes.
+"""
 
 from __future__ import annotations
 
@@ -71,6 +73,21 @@ class CertificateReply(HubReply, frozen=True, kw_only=True):
 
 class RenewRequest(Message, frozen=True, kw_only=True):
     request_pem: Pem
+
+
+class CoordinatorCertificateRequest(Message, frozen=True, kw_only=True):
+    names: Annotated[tuple[Word, ...], msgspec.Meta(min_length=1, max_length=16)]
+    """DNS names and addresses at which workers reach the coordinator."""
+    request_pem: Pem
+    """A signing request for the key that was made beside the coordinator."""
+
+
+class CoordinatorCertificateReply(HubReply, frozen=True, kw_only=True):
+    certificate_pem: str
+    """It is for servers only."""
+    ca_pem: str
+    names: tuple[str, ...]
+    expires_at_s: float
 
 
 class LocalHostRequest(Message, frozen=True, kw_only=True):
