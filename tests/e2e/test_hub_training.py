@@ -13,10 +13,11 @@ from typing import Any, Final
 
 import pytest
 import tinker
+from mcp import Client, StdioServerParameters
 from tinker import types
 
 from strata.sdk.train import Datum, TrainingServer
-from tests.e2e.machines import Machine
+from tests.e2e.machines import STRATA, Machine
 from tests.shell.fleet_agent.waiting import eventually
 from tests.support.tinker_sessions import end_session
 
@@ -182,3 +183,22 @@ def test_the_openai_client_uses_the_checkpoints_of_its_tenant_through_the_hub(ma
         pytest.raises(openai.NotFoundError),
     ):
         emil.chat.completions.create(model=path, **asked)
+
+
+async def test_an_agent_samples_a_checkpoint_of_its_key_through_the_hub(machine: Machine, tmp_path: Path) -> None:
+    key = key_of(machine, "fay")
+    with TrainingServer(machine.url, key) as server:
+        path = server.create_model("tiny", rank=4, seed=1).save_for_sampling("told").result()
+    secret = tmp_path / "fay.key"
+    secret.write_text(key)
+    secret.chmod(0o600)
+    own = {"HOME": str(tmp_path), "STRATA_URL": machine.url, "STRATA_OPERATOR_TOKEN_FILE": str(secret)}
+    program = StdioServerParameters(command=STRATA, args=["mcp", "--write"], env=own, cwd=tmp_path)
+    asked = {"prompt": "Hello", "max_tokens": 8, "temperature": 0.0}
+    async with Client(program) as agent:
+        texts = []
+        for name in (path, "tiny"):
+            reply = (await agent.call_tool("sample", {"model": name, **asked})).structured_content
+            assert reply["model"] == name
+            texts.append(str(reply["text"]).replace(reply["untrusted"]["boundary"], "of this reply"))
+        assert texts[0] == texts[1], "an adapter that was not trained changes nothing"
