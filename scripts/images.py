@@ -1,8 +1,10 @@
 """Builds, scans and runs the container images: `.venv/bin/python -m scripts.images [--only STEP ...]`.
 
-`build` makes the images of the Containerfile, `scan` looks into every layer of them, `run` starts a hub and an agent
-without capabilities and with a read-only root file system, and lets them run a job. Any failed line makes the exit
-status 1. It needs podman. `--base` is another base image; an option of `podman build` goes behind `--build-option=`.
+`build` makes the images of the Containerfile, `scan` looks into every layer of them and starts their program, `run`
+lets a hub and an agent run a job; all start without capabilities and with a read-only root file system. Any failed line
+makes the exit status 1. It needs podman and catatonit. `--base` is another base image; an option of `podman build` goes
+behind `--build-option=`. Options of podman itself are in the files that its variables CONTAINERS_CONF and
+CONTAINERS_STORAGE_CONF name.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from scripts.release import ReleaseError, run
 STEPS: Final = ("build", "scan", "run")
 TARGETS: Final = ("hub", "coordinator", "agent", "serve")
 USER: Final = "10001:10001"
+CONFINED: Final = ("--read-only", "--cap-drop=all", "--security-opt=no-new-privileges", "--init")
 READY_S: Final = 120.0
 MANIFEST: Final = """
 [trainers.default]
@@ -41,9 +44,12 @@ print("trained as", os.getuid())
 pathlib.Path(os.environ["STRATA_OUTPUT"], "model.txt").write_text("trained")
 """
 _COMPILER: Final = re.compile(r"(.+-)?(gcc|g\+\+|cc1|cc1plus|clang|clang\+\+|tcc|nvcc)(-[\d.]+)?|cc|c\+\+|ld|as")
-_CREDENTIALS: Final = re.compile(r"\.netrc|\.pypirc|\.git-credentials|pip\.conf|id_(rsa|dsa|ecdsa|ed25519)|auth\.json")
+_CREDENTIALS: Final = re.compile(
+    r"\.env|\.netrc|\.pypirc|\.git-credentials|pip\.conf|id_(rsa|dsa|ecdsa|ed25519)|auth\.json"
+)
 _PRIVATE_KEY: Final = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----\r?\n[A-Za-z0-9+/=\r\n]{64}")
 _URL_WITH_PASSWORD: Final = re.compile(rb"https?://[\w.~%-]+:[\w.~%-]+@[\w.-]+")
+_SETTING_OF_PIP: Final = re.compile(rb"\bPIP_\w+=")
 _LARGEST_TEXT: Final = 1024**2
 _PACKAGES: Final = "opt/strata/"
 """What comes from the index has examples of addresses in its texts, and of keys."""
@@ -72,6 +78,12 @@ def find_problems(layer: tarfile.TarFile, *, compiler: bool) -> Iterator[str]:
                 yield f"a private key or a password: {member.name}"
 
 
+def find_in_metadata(metadata: bytes) -> Iterator[str]:
+    """Yields what variables and commands of the build must not tell: an index of packages, or a password."""
+    if _SETTING_OF_PIP.search(metadata) or _URL_WITH_PASSWORD.search(metadata):
+        yield "a setting of pip or a password: the metadata"
+
+
 def build(target: str, options: Sequence[str]) -> str:
     run("podman", "build", "--target", target, "--tag", image_of(target), *options, ".")
     return f"{int(_inspect(target, 'Size')) / 1e6:.0f} MB"
@@ -81,7 +93,7 @@ def scan(target: str) -> str:
     """Looks into the layers, not into the file system: what a later layer removes is still in the image."""
     if (user := _inspect(target, "Config.User")) != USER:
         raise ReleaseError(f"the user is {user or 'root'}, not {USER}")
-    problems: list[str] = []
+    problems = list(find_in_metadata(run("podman", "image", "inspect", image_of(target)).encode()))
     files = 0
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "image.tar"
@@ -95,6 +107,7 @@ def scan(target: str) -> str:
                     files += len(layer.getmembers())
     if problems:
         raise ReleaseError("\n".join(problems))
+    run("podman", "run", "--rm", "--network=none", *CONFINED, image_of(target), "--version")
     return f"{files} files in the layers, no credentials" + ("" if target == "serve" else ", no compiler")
 
 
@@ -113,8 +126,8 @@ class Pod:
         run("podman", "pod", "rm", "--force", "--time", "10", self.NAME)
 
     def start(self, name: str, target: str, *words: str) -> None:
-        confined = ("--read-only", "--cap-drop=all", "--security-opt=no-new-privileges", "--init", "--pod", self.NAME)
-        run("podman", "run", "--detach", "--name", name, *confined, *words[:-1], image_of(target), *words[-1].split())
+        options = ("--detach", "--name", name, "--pod", self.NAME, *CONFINED, *words[:-1])
+        run("podman", "run", *options, image_of(target), *words[-1].split())
 
     def execute(self, name: str, script: str, stdin: str = "") -> str:
         command = ("podman", "exec", "--interactive", name, "sh", "-c", script)

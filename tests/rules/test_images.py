@@ -15,7 +15,7 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from scripts.images import TARGETS, USER, find_problems, image_of
+from scripts.images import TARGETS, USER, find_in_metadata, find_problems, image_of
 from scripts.install_locked import refuse_unlocked
 
 ROOT: Final = Path(__file__).parents[2]
@@ -162,6 +162,7 @@ def test_every_selector_finds_pods() -> None:
         ("usr/lib/gcc/x86_64-linux-gnu/12/cc1plus", b"\x7fELF", "a compiler"),
         ("var/lib/strata/.netrc", b"machine x", "credentials"),
         ("etc/pip.conf", b"[global]\n", "credentials"),
+        ("opt/strata/.env", b"x", "credentials"),
         ("srv/x", b"index-url = https://user:word@index.example/simple", "a private key or a password"),
         ("srv/y", b"-----BEGIN PRIVATE KEY-----\n" + b"MIGHAgEA" * 9, "a private key or a password"),
     ],
@@ -169,6 +170,18 @@ def test_every_selector_finds_pods() -> None:
 def test_what_an_image_must_not_have_is_found_in_its_layers(path: str, content: bytes, problem: str) -> None:
     found = list(find_problems(layer_with({path: content}), compiler=False))
     assert [each.partition(":")[0] for each in found] == [problem]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "problems"),
+    [
+        (b'"Env": ["PIP_INDEX_URL=https://index.example/simple"]', 1),
+        (b'"created_by": "pip install -i https://user:word@index.example/simple x"', 1),
+        (b'"Env": ["PYTHON_PIP_VERSION=24.0", "STRATA_URL=unix:/var/lib/strata/strata-hub/hub.sock"]', 0),
+    ],
+)
+def test_settings_of_an_index_are_found_in_the_metadata(metadata: bytes, problems: int) -> None:
+    assert len(list(find_in_metadata(metadata))) == problems
 
 
 def test_a_plain_layer_has_no_problem() -> None:

@@ -112,7 +112,7 @@ FLEET: Final = (
         None,
         "check",
         "tests/rules/test_images.py",
-        "hub, PostgreSQL and agent by compose.yaml in podman, packages mounted; no build to its end, no cluster",
+        "built on debootstrap's base, run by compose.yaml in podman: job, training run; no Docker, no cluster",
     ),
     SupportRow(
         "agent as a systemd service",
