@@ -235,7 +235,15 @@ def _check_address(url: str) -> None:
         )
 
 
-async def check_durable(connection: psycopg.AsyncConnection[Any]) -> None:
+async def check_database(connection: psycopg.AsyncConnection[Any]) -> None:
+    """Refuses a database that cannot store every text, and a server that can lose what it confirmed."""
+    encoding = connection.info.parameter_status("server_encoding")
+    if encoding != "UTF8":
+        raise StrataError(
+            Code.UNSUPPORTED,
+            f"this PostgreSQL database has the encoding {encoding}, and Strata needs UTF8",
+            hint="make it by CREATE DATABASE strata ENCODING 'UTF8' TEMPLATE template0",
+        )
     (fsync,) = await (await connection.execute("SHOW fsync")).fetchone() or ("on",)
     if fsync != "on":
         raise StrataError(

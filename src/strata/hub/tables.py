@@ -87,14 +87,14 @@ async def _open_sqlite(path: Path, observe: Callable[[float], None] | None) -> A
 @asynccontextmanager
 async def _open_postgres(url: str, observe: Callable[[float], None] | None) -> AsyncIterator[Tables]:
     # The driver is an extra of its own: a hub on SQLite does without.
-    from strata.database.postgres import Connections, check_durable
+    from strata.database.postgres import Connections, check_database
     from strata.fleet.store.postgres.store import build_postgres_store
 
     connections = Connections(url, CONNECTIONS, CALL_S, what="hub", by_index=True)
     connections.observe = observe
     try:
         async with connections.transaction() as connection:
-            await check_durable(connection)
+            await check_database(connection)
             await upgrade_postgres(connection, postgres_components())
         yield _tables_on(PostgresDatabase(connections), build_postgres_store(connections))
     finally:

@@ -16,7 +16,7 @@ from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.database.migrations import check_schema
-from strata.database.postgres import Connections, check_durable, display_address, to_strata_error
+from strata.database.postgres import Connections, check_database, display_address, to_strata_error
 from strata.journal import postgres_sql as sql
 from strata.journal.encoding import checked_snapshot, checksum_of, pack, unpack
 from strata.journal.port import (
@@ -251,7 +251,7 @@ def _identity(stream: str, first: int, last: int, epoch: int, checksum: int) -> 
 
 
 async def _prepare(connection: psycopg.AsyncConnection[Any], *, create: bool) -> None:
-    await check_durable(connection)
+    await check_database(connection)
     async with connection.transaction():
         await connection.execute("SELECT pg_advisory_xact_lock(%s)", (sql.SCHEMA_LOCK,))
         found = await (await connection.execute("SELECT to_regclass('journal_schema')")).fetchone()

@@ -7,10 +7,11 @@ import time
 import traceback
 from collections.abc import AsyncIterator
 
+import psycopg
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.database.postgres import Connections
+from strata.database.postgres import Connections, check_database
 
 PID = "SELECT pg_backend_pid()"
 ASLEEP = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'PgSleep'"
@@ -115,3 +116,16 @@ def test_an_address_that_cannot_be_read_is_refused_without_a_word_of_it(url: str
 )
 def test_every_form_of_an_address_that_the_driver_reads_is_taken(url: str) -> None:
     Connections(url, 1, 5.0, what="test")
+
+
+async def test_a_database_of_another_encoding_is_refused_by_its_encoding(connections: Connections) -> None:
+    ((name,),) = await connections.run("SELECT current_database()", {})
+    ascii_name = f"{name}_ascii"
+    await connections.write(f"CREATE DATABASE {ascii_name} ENCODING 'SQL_ASCII' TEMPLATE template0 LOCALE 'C'", {})
+    async with connections.acquire() as connection:
+        await check_database(connection)
+        url = f"{connection.info.dsn} dbname={ascii_name}"
+    async with await psycopg.AsyncConnection.connect(url) as connection:
+        with pytest.raises(StrataError, match="the encoding SQL_ASCII, and Strata needs UTF8"):
+            await check_database(connection)
+    await connections.write(f"DROP DATABASE {ascii_name} WITH (FORCE)", {})
