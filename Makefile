@@ -126,6 +126,9 @@ constraints: installed ## pin all packages of pyproject.toml again, with hashes
 	echo hatchling | $(BIN)/uv pip compile pyproject.toml - --universal --generate-hashes --python-version 3.11 \
 		--extra agent -c constraints.txt \
 		--no-emit-index-url --custom-compile-command "make constraints" -q -o constraints-agent.txt
+	echo hatchling | $(BIN)/uv pip compile pyproject.toml - --universal --generate-hashes --python-version 3.11 \
+		--extra hub --extra postgres --extra notify -c constraints.txt \
+		--no-emit-index-url --custom-compile-command "make constraints" -q -o constraints-hub.txt
 
 # The files are compiled as strata/…/pb/*.proto, so that the generated imports are right as they are. A compatible contract
 # becomes the accepted one. To break it on purpose, delete $(ACCEPTED) first: that shows in the commit.

@@ -25,27 +25,17 @@ never from the command line.
 END
 }
 
-say() {
-    printf 'install-training-worker: %s\n' "$*" >&2
-}
-
-die() {
-    say "$*"
-    exit 1
-}
-
-absolute() { # PATH
-    case $1 in
-    /*) printf '%s\n' "$1" ;;
-    *) printf '%s/%s\n' "$PWD" "$1" ;;
-    esac
-}
-
 # Removed from the environment at once, so that no program inherits it.
 token=${STRATA_JOIN_TOKEN:-}
 unset STRATA_JOIN_TOKEN
 
-hub='' token_file='' from='' name='' python=python3 run_as='' prefix='' dry='' uninstall='' force=''
+root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
+# shellcheck source-path=SCRIPTDIR source=install-steps.sh
+. "$root/scripts/install-steps.sh"
+# shellcheck disable=SC2034 # the steps read it
+program=install-training-worker
+
+hub='' token_file='' name='' run_as='' uninstall='' force=''
 while [ $# -gt 0 ]; do
     case $1 in
     --hub | --token-file | --from | --name | --python | --run-as | --prefix)
@@ -76,7 +66,6 @@ while [ $# -gt 0 ]; do
     esac
 done
 
-root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 if [ -n "$from" ] && [ -e "$from" ]; then
     from=$(absolute "$from")
 fi
@@ -100,50 +89,17 @@ user='strata-agent'
 [ -z "$run_as" ] || user=root
 [ -z "$prefix" ] || user=$(id -un)
 
-run() {
-    if [ -n "$dry" ]; then
-        printf '+ %s\n' "$*"
-    else
-        "$@"
-    fi
-}
-
-# Nothing but the join reads stdin: the token may be there.
-quietly() {
-    run "$@" </dev/null
-}
-
-# With the agent's own home, and without the XDG folders of the person who installs.
-as_agent() {
-    set -- env -u XDG_CONFIG_HOME -u XDG_DATA_HOME "HOME=$home" "$@"
-    [ "$user" = "$(id -un)" ] || set -- setpriv "--reuid=$user" "--regid=$user" --init-groups "$@"
-    run "$@"
-}
-
-has_systemd() {
-    [ -z "$prefix" ] && [ -d /run/systemd/system ]
-}
-
 check() {
-    if [ -z "$prefix" ] && [ "$(id -u)" -ne 0 ] && [ -z "$dry" ]; then
+    if [ -z "$prefix" ] && ! is_root; then
         die "run this as root, or use --prefix FOLDER to install for yourself"
     fi
     [ -z "$prefix" ] || [ -z "$run_as" ] || die "--run-as cannot be combined with --prefix: it needs an installation as root"
 }
 
-check_python() {
-    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' </dev/null ||
-        die "$python is not Python 3.11 or newer; name another one with --python"
-    "$python" -c 'import ensurepip, venv' </dev/null 2>/dev/null ||
-        die "$python cannot make environments; on Debian: apt-get install python3-venv"
-}
-
 check_units() {
     [ -z "$prefix" ] || return 0
-    [ -r "$units/strata-agent.service" ] ||
-        die "$units/strata-agent.service is missing; run this script in a whole clone of the repository"
-    [ -z "$run_as" ] || [ -r "$units/strata-agent.service.d/run-as.conf" ] ||
-        die "$units/strata-agent.service.d/run-as.conf is missing; run this script in a whole clone of the repository"
+    check_unit "$units/strata-agent.service"
+    [ -z "$run_as" ] || check_unit "$units/strata-agent.service.d/run-as.conf"
 }
 
 # What is there was written by the agent and, without --run-as, by its jobs as well: another user must not trust it, and
@@ -164,10 +120,8 @@ check_token() {
     fi
 }
 
-make_user() { # NAME HOME
-    if ! id "$1" >/dev/null 2>&1; then
-        quietly useradd --system --user-group --home-dir "$2" --no-create-home --shell /usr/sbin/nologin "$1"
-    fi
+make_user_of_jobs() { # NAME HOME
+    make_user "$1" "$2"
     # Groups that GPUs may belong to.
     for group in video render; do
         if getent group "$group" >/dev/null; then
@@ -179,12 +133,12 @@ make_user() { # NAME HOME
 make_users() {
     [ -z "$prefix" ] || return 0
     if [ -n "$run_as" ]; then
-        make_user "$run_as" "/var/lib/$run_as"
+        make_user_of_jobs "$run_as" "/var/lib/$run_as"
         quietly mkdir -p "/var/lib/$run_as"
         quietly chown "$run_as:" "/var/lib/$run_as"
         quietly chmod 0700 "/var/lib/$run_as"
     else
-        make_user "$user" "$home"
+        make_user_of_jobs "$user" "$home"
     fi
 }
 
@@ -192,48 +146,29 @@ make_folders() {
     quietly mkdir -p "$home" "$(dirname "$settings")"
     [ -n "$prefix" ] || quietly chown -h "$user:" "$home"
     # From here on as the agent: in a folder of its own, root could be led anywhere by a link.
-    as_agent chmod 0711 "$home" </dev/null
-    as_agent mkdir -p "$state" </dev/null
-    as_agent chmod 0700 "$state" </dev/null
+    as_user chmod 0711 "$home" </dev/null
+    as_user mkdir -p "$state" </dev/null
+    as_user chmod 0700 "$state" </dev/null
     if [ ! -e "$settings" ]; then
         quietly touch "$settings"
         quietly chmod 0600 "$settings"
     fi
 }
 
-install_package() {
-    # An environment whose Python is gone is created again.
-    if ! "$venv/bin/python" -c '' </dev/null 2>/dev/null; then
-        quietly "$python" -m venv --clear "$venv"
-    fi
-    set -- "$venv/bin/python" -m pip --disable-pip-version-check
-    if [ -r "$pins" ]; then
-        # Only packages with a pinned hash come from the index, also for building the package.
-        quietly "$@" install --quiet --require-hashes -r "$pins"
-        quietly "$@" install --quiet --upgrade --no-deps --no-build-isolation "${from}[agent]"
-        quietly "$@" check >&2 || die "the versions in $pins do not satisfy $from; use the script and the package of one version"
-    else
-        quietly "$@" install --quiet --upgrade "${from}[agent]"
-    fi
-    [ -z "$dry" ] || return 0
-    as_agent "$strata" --version </dev/null >/dev/null ||
-        die "$user cannot execute $strata; use --python with an interpreter that every user can execute"
-}
-
 join() {
-    as_agent "$strata" agent check --state "$state" --work "$work" </dev/null >&2 ||
+    as_user "$strata" agent check --state "$state" --work "$work" </dev/null >&2 ||
         die "the self-test of this machine failed (see BAD above); nothing was sent to the hub"
     set -- "$strata" join "$hub" --state "$state"
     [ -z "$name" ] || set -- "$@" --name "$name"
     if [ -e "$state/identity/hub.json" ]; then
-        as_agent "$@" </dev/null
+        as_user "$@" </dev/null
     elif [ -n "$token_file" ]; then
-        as_agent "$@" <"$token_file"
+        as_user "$@" <"$token_file"
     elif [ -n "$token" ]; then
         # A builtin of the shell: no process has the token among its arguments.
-        printf '%s\n' "$token" | as_agent "$@"
+        printf '%s\n' "$token" | as_user "$@"
     else
-        as_agent "$@"
+        as_user "$@"
     fi
 }
 
@@ -260,8 +195,7 @@ start() {
     say "there is no systemd to start the agent with the machine; start it with"
     set -- "$strata" agent --state "$state" --work "$work"
     [ -z "$run_as" ] || set -- env "STRATA_AGENT_RUN_AS=$run_as" "$@"
-    shown=$(dry=yes && as_agent "$@")
-    printf '%s\n' "${shown#+ }"
+    show_as_user "$@"
 }
 
 remove() {
@@ -275,7 +209,7 @@ remove() {
         # The owner of the credentials is the agent's user.
         [ -n "$prefix" ] || user=$(stat -c %U "$state")
         # shellcheck disable=SC2086 # empty or one word
-        as_agent "$strata" leave --state "$state" $force </dev/null ||
+        as_user "$strata" leave --state "$state" $force </dev/null ||
             die "this machine is still a host of its hub, and nothing was removed; use --force to remove it anyway"
     fi
     quietly rm -f "$unit" "$drop_in" "$settings"
@@ -303,7 +237,7 @@ check_python
 check_token
 make_users
 make_folders
-install_package
+install_package agent "$pins"
 join
 write_unit
 start

@@ -64,8 +64,9 @@ def constraints() -> str:
     return (ROOT / "constraints.txt").read_text(encoding="utf-8")
 
 
-def agent_constraints() -> str:
-    return (ROOT / "constraints-agent.txt").read_text(encoding="utf-8")
+def installer_constraints(name: str) -> str:
+    """The pins of an installer of services: `agent` or `hub`."""
+    return (ROOT / f"constraints-{name}.txt").read_text(encoding="utf-8")
 
 
 def test_every_direct_dependency_is_pinned_within_its_specifier() -> None:
@@ -83,13 +84,16 @@ def test_every_pin_has_a_hash() -> None:
 
 def test_no_registry_is_named() -> None:
     assert places(constraints()) == []
-    assert places(agent_constraints()) == []
+    assert places(installer_constraints("agent")) == []
+    assert places(installer_constraints("hub")) == []
 
 
-def test_the_installer_of_hosts_has_the_same_pins_for_all_that_an_agent_needs() -> None:
+@pytest.mark.parametrize(("name", "extras"), [("agent", ("agent",)), ("hub", ("hub", "postgres", "notify"))])
+def test_an_installer_has_the_same_pins_for_all_that_its_service_needs(name: str, extras: tuple[str, ...]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    needed = [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["agent"]]
-    found = pins(agent_constraints())
+    optional = project["project"]["optional-dependencies"]
+    needed = [*project["project"]["dependencies"], *(line for extra in extras for line in optional[extra])]
+    found = pins(installer_constraints(name))
     assert unpinned([*needed, *project["build-system"]["requires"]], found) == []
     assert {name: pin for name, pin in pins(constraints()).items() if name in found} == found
     assert all(pin.hashes for pin in found.values())

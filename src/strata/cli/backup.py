@@ -31,32 +31,48 @@ _SECRET: Final = ("password", "sslpassword")
 
 
 @click.command()
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("target", required=False, type=click.Path(path_type=Path))
 @hub_location_options
 @click.option("--all", "large", is_flag=True, help="Also copy logs and artifacts.")
-def backup(*, target: Path, config: Path | None, data: str | None, database: str | None, large: bool) -> None:
+def backup(*, target: Path | None, config: Path | None, data: str | None, database: str | None, large: bool) -> None:
     """Back up the data of a hub to the folder TARGET.
 
     Copies the database (jobs, hosts, keys, index of artifacts), the certificate authority, the operator's token, the
     key of the secrets and, of 'strata up', the journal of its coordinator: keep TARGET as secret as the hub itself. The
     hub may keep running. With PostgreSQL the
     command prints the pg_dump to run.
+
+    Without TARGET the backup goes into a new folder of hub.backups.folder, named after the time. Then the newest
+    hub.backups.keep stay, and older ones are removed.
     """
     settings = load_hub_settings(config, data, database)
     from strata.base.clock import SystemClock
     from strata.cli.fleet.client import format_bytes
     from strata.hub.backup import LARGE, back_up, size_below
+    from strata.hub.scheduled_backups import choose_target, remove_old
 
-    folder = settings.files
+    folder, now_s = settings.files, SystemClock().wall_s()
+    scheduled = settings.backups if target is None else None
+    if scheduled is not None:
+        target = choose_target(scheduled.folder.expanduser(), now_s)
+    elif target is None:
+        raise StrataError(
+            Code.INVALID,
+            "there is neither a TARGET nor hub.backups",
+            hint="name a new folder, or set hub.backups.folder",
+        )
     target = target.expanduser().absolute()
     with ProgressLine("backing up", format_bytes) as report:
-        note = back_up(folder, settings.database, target, SystemClock().wall_s(), large=large, report=report)
+        note = back_up(folder, settings.database, target, now_s, large=large, report=report)
     print_error(f"strata: the hub of {folder} is backed up in {target}")
     if note.database == "postgresql":
         print_error("strata: the PostgreSQL database is not in the backup; copy it with")
         print_error(f"pg_dump --format=custom --file={target / 'hub.dump'} {without_password(settings.database)}")
     if settings.secrets_key is not None:
         print_error(f"strata: {settings.secrets_key} is not in the backup; without it the secrets cannot be read")
+    if scheduled is not None:
+        for path in remove_old(target.parent, scheduled.keep, now_s):
+            print_error(f"strata: removed {path}")
     left_out = 0 if large else sum(size_below(folder / name) for name in LARGE)
     if left_out:
         print_error(

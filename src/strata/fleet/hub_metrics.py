@@ -6,6 +6,7 @@ from typing import Final
 
 from prometheus_client import generate_latest
 
+from strata.fleet.core.attention import HubBackups
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.records import FleetCounts
 from strata.http.metrics import MetricFactory, process_registry
@@ -37,6 +38,12 @@ class HubMetrics:
         self.database = histogram("database_seconds", "Time that a read or a transaction took, with its wait")
         self.writable = gauge("database_writable", "1 if the last probe could write to the database, else 0")
         self.disk_free = gauge("disk_free_bytes", "Free space of the disk with the data folder")
+        self.backup_at = gauge(
+            "backup_timestamp_seconds", "Unix time of the newest complete scheduled backup; 0: there is none"
+        )
+        self.backup_max_age = gauge(
+            "backup_max_age_seconds", "Age that the newest scheduled backup may have; 0: none are scheduled"
+        )
         self.jobs = gauge("jobs", "Jobs, by status", "status")
         self.ready = gauge("jobs_ready", "Pending jobs that a host may claim now")
         self.hosts = gauge("hosts", "Hosts that have not left, by state", "state")
@@ -64,6 +71,10 @@ class HubMetrics:
         self.reservations.set(counts.reservations)
         self.gpus.set(counts.gpus)
         self.gpu_use.set(counts.gpu_use)
+
+    def set_backups(self, backups: HubBackups | None) -> None:
+        self.backup_at.set(0.0 if backups is None or backups.newest_at_s is None else backups.newest_at_s)
+        self.backup_max_age.set(0.0 if backups is None else backups.max_age_s)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

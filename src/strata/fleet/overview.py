@@ -19,7 +19,7 @@ from strata.base.loop import MAX_PACED_S
 from strata.database import event_kinds
 from strata.database.events import NEWEST, EventFilter
 from strata.fleet.core import attention
-from strata.fleet.core.attention import AttentionItem, FailedJob, HubDisk, SilentHost
+from strata.fleet.core.attention import AttentionItem, FailedJob, HubBackups, HubDisk, SilentHost
 from strata.fleet.core.goodput import (
     PARTS,
     AttemptTimes,
@@ -74,10 +74,17 @@ class FleetGoodput:
 
 
 class FleetHistory:
-    def __init__(self, fleet: Fleet, metrics: MetricHistory, disk: Callable[[], HubDisk]) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        metrics: MetricHistory,
+        disk: Callable[[], HubDisk],
+        backups: Callable[[], HubBackups | None],
+    ) -> None:
         self._fleet = fleet
         self._metrics = metrics
         self._disk = disk
+        self._backups = backups
         self._latest: OverviewReply | None = None
         self._computing = asyncio.Lock()
         self._counting = asyncio.Lock()
@@ -236,6 +243,7 @@ class FleetHistory:
         pending = counts.by_status.get(JobStatus.PENDING, 0)
         found = [
             *attention.check_disk(self._disk(), now_s),
+            *attention.check_backups(await asyncio.to_thread(self._backups), now_s),
             *await self._check_hosts([view.row for view in hosts], by_presence["offline"]),
             *await self._check_unservable(waiting),
             *attention.check_failed(await self._failed(now_s)),

@@ -47,6 +47,7 @@ from strata.database.transaction import PostgresDatabase
 from strata.fleet.store.backup import backup_sqlite, fence, require_absent, restore_sqlite
 from strata.fleet.store.migrate import MigratedRows, to_postgres, to_sqlite
 from strata.hub.compose import FILES, TOKEN_FILE
+from strata.hub.scheduled_backups import NOTE
 from strata.hub.secret_store import KEY_FILE
 from strata.hub.tables import (
     SQLITE,
@@ -59,7 +60,6 @@ from strata.hub.tables import (
 from strata.journal.sqlite import SqliteJournal
 
 DATABASE: Final = "hub.db"
-NOTE: Final = "backup.json"
 COORDINATOR: Final = "coordinator"
 """The folder of the coordinator of `strata up`, in the data folder."""
 JOURNAL: Final = f"{COORDINATOR}{os.sep}coordinator.db"

@@ -32,7 +32,7 @@ from strata.fleet.artifacts.disk import DiskChunks
 from strata.fleet.artifacts.maintenance import apply_retention, collect_garbage, scrub
 from strata.fleet.artifacts.ports import ChunkStore
 from strata.fleet.artifacts.service import Artifacts
-from strata.fleet.core.attention import HubDisk
+from strata.fleet.core.attention import HubBackups, HubDisk
 from strata.fleet.execs import ExecBoard
 from strata.fleet.http.context import GangCoordinator, HubContext, WriteProbe
 from strata.fleet.http.feed import GAP_S, Feed
@@ -56,6 +56,7 @@ from strata.hub.gangs import CoordinatorGangs, open_gangs
 from strata.hub.gateway.proxy import ServerProxy
 from strata.hub.outbound import WebhookTarget
 from strata.hub.routes import ROUTES, application
+from strata.hub.scheduled_backups import survey_backups
 from strata.hub.schedules import DeclaredSchedules, ScheduleRunner
 from strata.hub.secret_store import KEY_FILE, SecretVault, load_key
 from strata.hub.settings import BucketSettings, GangCoordinatorSettings, HubSettings
@@ -141,7 +142,11 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
         fleet = Fleet(tables.fleet, clock, _fleet_settings(settings), on_expired=counters.leases_expired.inc)
         streams = AttemptStreams(files / "streams", keep_free_bytes=settings.keep_free_bytes)
         metrics, writing = MetricHistory(streams), WriteProbe()
-        history = FleetHistory(fleet, metrics, lambda: _disk(files, settings.keep_free_bytes, writing))
+
+        def backups() -> HubBackups | None:
+            return survey_backups(settings.backups, clock.wall_s())
+
+        history = FleetHistory(fleet, metrics, lambda: _disk(files, settings.keep_free_bytes, writing), backups)
         gangs = _gangs(settings.coordinator, clock)
         context = GatewayContext(
             fleet=fleet,
@@ -181,6 +186,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             ),
             hub_metrics=counters,
             data=data,
+            backups=backups,
         )
         delivery = FeedDelivery(feed, tables.cursors, holder)
         dispatcher = SubscriptionDispatcher(subscriptions, sender, context=context, delivery=delivery)

@@ -59,6 +59,17 @@ class BucketSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The secret of the access key."""
 
 
+class BackupSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Backups that a timer makes with `strata backup`, without a TARGET."""
+
+    folder: Path
+    """Where each backup gets a folder of its own, named after its time."""
+    keep: Annotated[int, msgspec.Meta(ge=1)] = 7
+    """How many complete ones stay; older ones are removed once a new one is complete."""
+    max_age_hours: Positive = 30.0
+    """When the newest complete one is older, or there is none, the hub needs attention."""
+
+
 class Webhook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     url: str
     """Where events are sent, as POST requests."""
@@ -155,6 +166,8 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     bucket: BucketSettings | None = None
     coordinator: GangCoordinatorSettings | None = None
     """Unset: jobs with several workers are refused."""
+    backups: BackupSettings | None = None
+    """Unset: no backups are scheduled, and their age is not watched."""
     webhooks: tuple[Webhook, ...] = ()
     """Each sends events to a URL."""
     log_format: Literal["json", "console"] | None = None
@@ -179,6 +192,12 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
                 Code.INVALID,
                 "hub.shared is for several hubs, and a SQLite database serves one",
                 hint="set hub.database to postgresql://…, or remove hub.shared",
+            )
+        if self.backups is not None and self.database.startswith(("postgresql:", "postgres:")):
+            raise StrataError(
+                Code.INVALID,
+                "hub.backups is for SQLite: a backup of a hub on PostgreSQL does not have its database",
+                hint="remove hub.backups, and let the tools of PostgreSQL make and watch its backups",
             )
         try:
             self.proxies  # noqa: B018 (checked when the settings are read)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from strata.fleet.core.attention import (
     SHOWN,
     FailedJob,
+    HubBackups,
     HubDisk,
     SilentHost,
     check_backlog,
+    check_backups,
     check_disk,
     check_failed,
     check_silent,
@@ -23,6 +25,19 @@ def test_a_disk_is_told_of_before_it_is_full_and_when_writes_fail() -> None:
     assert (low.kind, low.action, low.since_s) == ("hub_disk", "free_disk", 5.0)
     (failing,) = check_disk(HubDisk(10 * GIB, GIB, writable=False), 5.0)
     assert "cannot write" in failing.what
+
+
+def test_a_backup_needs_attention_when_it_is_old_or_missing_and_backups_are_scheduled() -> None:
+    assert list(check_backups(None, 5.0)) == []
+    assert list(check_backups(HubBackups(100.0, 3600.0), 3700.0)) == []
+    (old,) = check_backups(HubBackups(100.0, 3600.0), 7300.5)
+    assert (old.kind, old.since_s, old.why) == (
+        "hub_backup",
+        3700.0,
+        "the newest complete one is 2 hours old; it may be 1",
+    )
+    (never,) = check_backups(HubBackups(None, 3600.0, "/b cannot be read"), 5.0)
+    assert (never.what, never.why, never.since_s) == ("The hub has no backup", "/b cannot be read", 5.0)
 
 
 def test_many_hosts_and_jobs_are_summed_up() -> None:

@@ -5,6 +5,7 @@ A mount namespace with overlays, so users are made and removed for real, and nob
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Final
 
+ROOT: Final = Path(__file__).parents[3]
+PYTHON: Final = "/usr/bin/python3"
+"""One that every user can execute: the system's, as a person would have it."""
 MOUNTS: Final = """
 set -e
 mount -t tmpfs tmpfs "$1"
@@ -62,6 +66,17 @@ def machine(folder: Path) -> Iterator[Machine]:
             assert holder.stdin is not None
             holder.stdin.close()
             holder.wait(30)
+
+
+def clone_without(folder: Path, *missing: str) -> Path:
+    """A clone with the installers and the units, but not with those that are missing; and without pins."""
+    shutil.copytree(ROOT / "deploy", folder / "deploy")
+    (folder / "scripts").mkdir()
+    for script in (ROOT / "scripts").glob("install-*.sh"):
+        shutil.copy(script, folder / "scripts")
+    for name in missing:
+        (folder / "deploy" / "systemd" / name).unlink()
+    return folder
 
 
 class Watch:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import pytest
 from strata.cli.exit_codes import ExitCode
 from strata.sdk.fleet import fetch_authority, pin_of
 from tests.shell.cli_fleet.driving import Person
-from tests.shell.deploy.machine import Machine, Watch, machine
+from tests.shell.deploy.machine import PYTHON, Machine, Watch, clone_without
 from tests.shell.fleet_agent.waiting import eventually
 from tests.shell.fleet_http.running import Process, process
 from tests.support.kernel import lets_make_overlays
@@ -45,15 +44,6 @@ pathlib.Path(os.environ["STRATA_OUTPUT"], "model.txt").write_text("trained")
 """
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps")
-    subprocess.run([*pip, "--no-build-isolation", "--wheel-dir", folder, ROOT], check=True, timeout=240)
-    (made,) = folder.glob("strata_train-*.whl")
-    return made
-
-
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Process]:
     with process(tmp_path / "hub", "--tls", "--name", "127.0.0.1") as made:
@@ -71,19 +61,13 @@ def operator(
     return person
 
 
-@pytest.fixture
-def own(tmp_path: Path) -> Iterator[Machine]:
-    with machine(tmp_path) as made:
-        yield made
-
-
 class Installation:
     """On a machine of its own, of a wheel, for a hub."""
 
     def __init__(self, own: Machine, wheel: Path, hub: Process) -> None:
         self.own = own
         self._hub = hub
-        self._words = [str(SCRIPT), "--hub", hub.url, "--from", str(wheel), "--python", _python(), "--name", "bench"]
+        self._words = [str(SCRIPT), "--hub", hub.url, "--from", str(wheel), "--python", PYTHON, "--name", "bench"]
 
     def says(self, *more: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
         kept = dict(os.environ) | environ  # noqa: TID251 - a process of its own
@@ -91,11 +75,6 @@ class Installation:
 
     def removes(self, *more: str) -> subprocess.CompletedProcess[str]:
         return self.own.runs("sh", SCRIPT, "--uninstall", *more)
-
-
-def _python() -> str:
-    """One that every user can execute: the system's, as a person would have it."""
-    return "/usr/bin/python3"
 
 
 @pytest.fixture
@@ -229,7 +208,7 @@ def test_what_cannot_work_is_refused_before_anything_is_done(
 
 def installs(own: Machine, *more: str, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
     """As far as it gets without a hub and a package."""
-    return own.runs("sh", script, "--hub", "https://hub.invalid", "--python", _python(), "--from", "/nowhere", *more)
+    return own.runs("sh", script, "--hub", "https://hub.invalid", "--python", PYTHON, "--from", "/nowhere", *more)
 
 
 def test_the_program_of_a_hub_on_the_same_machine_stays_when_the_agent_goes(own: Machine) -> None:
@@ -263,11 +242,8 @@ def test_a_link_where_the_agents_folders_should_be_is_refused(own: Machine, link
 
 @pytest.mark.parametrize("missing", ["strata-agent.service", "strata-agent.service.d/run-as.conf"])
 def test_a_script_without_its_units_says_so_before_anything_is_done(own: Machine, tmp_path: Path, missing: str) -> None:
-    shutil.copytree(ROOT / "deploy", tmp_path / "clone" / "deploy")
-    (tmp_path / "clone" / "scripts").mkdir()
-    script = shutil.copy(SCRIPT, tmp_path / "clone" / "scripts")
-    (tmp_path / "clone" / "deploy" / "systemd" / missing).unlink()
-    done = installs(own, "--run-as", "strata-job", script=Path(script))
+    script = clone_without(tmp_path / "clone", missing) / "scripts" / SCRIPT.name
+    done = installs(own, "--run-as", "strata-job", script=script)
     assert (done.returncode, f"{missing} is missing" in done.stderr) == (1, True), done.stderr
     assert own.runs("id", "strata-job").returncode != 0
     assert not own.has("/var/lib/strata-agent")
@@ -275,16 +251,13 @@ def test_a_script_without_its_units_says_so_before_anything_is_done(own: Machine
 
 @pytest.mark.proves("Never again: the installer took any package of the index")
 def test_a_package_that_is_not_what_was_pinned_is_not_installed(own: Machine, tmp_path: Path) -> None:
-    clone = tmp_path / "clone"
-    shutil.copytree(ROOT / "deploy", clone / "deploy")
-    (clone / "scripts").mkdir()
-    script = shutil.copy(SCRIPT, clone / "scripts")
+    clone = clone_without(tmp_path / "clone")
     pinned = (ROOT / "constraints-agent.txt").read_text(encoding="utf-8")
     before, name, rest = pinned.partition("rfc8785==")
     block, via, after = rest.partition("# via")
     changed = re.sub(r"sha256:[0-9a-f]{64}", "sha256:" + "0" * 64, block)
     (clone / "constraints-agent.txt").write_text(before + name + changed + via + after, encoding="utf-8")
-    done = installs(own, script=Path(script))
+    done = installs(own, script=clone / "scripts" / SCRIPT.name)
     assert (done.returncode != 0, "DO NOT MATCH THE HASHES" in done.stderr) == (True, True), done.stderr
     assert not own.has("/opt/strata-agent/bin/strata")
 
@@ -322,7 +295,14 @@ def test_it_installs_for_one_person_without_users_and_services(
 def test_the_scripts_have_no_finding_of_shellcheck() -> None:
     program = Path(sys.executable).with_name("shellcheck")
     done = subprocess.run(
-        [program, SCRIPT, ROOT / "deploy" / "slurm" / "strata-hosts.sbatch"],
+        [
+            program,
+            "-x",
+            "-a",
+            SCRIPT,
+            SCRIPT.with_name("install-hub.sh"),
+            ROOT / "deploy" / "slurm" / "strata-hosts.sbatch",
+        ],
         capture_output=True,
         text=True,
         timeout=60,

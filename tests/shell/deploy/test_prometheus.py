@@ -99,6 +99,7 @@ async def test_the_hub_serves_what_the_page_lists(tmp_path: Path) -> None:
         assert value(families, "strata_hub_hosts", state="online") == 1
         assert value(families, "strata_hub_gpu_use_ratio") == 0.25
         assert value(families, "strata_hub_auth_failures") == 1
+        assert value(families, "strata_hub_backup_max_age_seconds") == 0
         asked = {"method": "POST", "route": "/v1/job/claim"}
         assert value(families, "strata_hub_http_requests", **asked, status="200") == 2
         timed = {
@@ -229,6 +230,35 @@ def test_promtool_accepts_the_example_and_the_rules(tmp_path: Path) -> None:
         ended = subprocess.run(["promtool", *words], capture_output=True, text=True, timeout=60, check=False)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert "SUCCESS" in ended.stdout
+
+
+def test_a_backup_that_is_too_old_or_was_never_made_alerts_and_none_does_that_is_not_scheduled(tmp_path: Path) -> None:
+    """Time begins at 0: the limit is an hour, and the old backup was made after half an hour."""
+    config = example(tmp_path / "p")
+    made = {"never": (3600, 0), "old": (3600, 1800), "unscheduled": (0, 0)}
+    series = [
+        {"series": f'strata_hub_backup_{name}_seconds{{instance="{hub}"}}', "values": f"{number}x120"}
+        for hub, numbers in made.items()
+        for name, number in zip(("max_age", "timestamp"), numbers, strict=True)
+    ]
+    firing = 'ALERTS{alertname="StrataHubBackupOld", alertstate="firing"}'
+    labels = 'alertname="StrataHubBackupOld", alertstate="firing", severity="critical"'
+    expected = [("59m", ()), ("70m", ("never",)), ("100m", ("never", "old"))]
+    cases = [
+        {
+            "expr": firing,
+            "eval_time": at,
+            "exp_samples": [{"labels": f'ALERTS{{{labels}, instance="{hub}"}}', "value": 1} for hub in hubs],
+        }
+        for at, hubs in expected
+    ]
+    test = {"interval": "1m", "input_series": series, "promql_expr_test": cases}
+    file = config.with_name("test.yml")
+    # YAML of a test is JSON too.
+    file.write_text(json.dumps({"rule_files": ["alerts.yml"], "evaluation_interval": "1m", "tests": [test]}), "utf-8")
+    command = ["promtool", "test", "rules", str(file)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from strata.cli.fleet.agent_service import UNIT, unit_text
 from strata.coord.settings import CoordinatorSettings
 from strata.fleet.agent.loop import DRAIN_REPORT_S
 from strata.fleet.agent.settings import AgentSettings
-from strata.hub.settings import HubSettings
+from strata.hub.settings import BackupSettings, HubSettings
 from strata.train.launch.launcher import ENGINE_STOP_S, RANKS_S, STOP_S
 
 ROOT: Final = Path(__file__).parents[3]
@@ -27,6 +27,7 @@ UNITS: Final = ROOT / "deploy" / "systemd"
 RUN_AS: Final = "strata-agent.service.d/run-as.conf"
 INSTALLED: Final = {
     "strata-hub.service": "/opt/strata/bin/strata",
+    "strata-hub-backup.service": "/opt/strata/bin/strata",
     "strata-coordinator.service": "/opt/strata/bin/strata",
     "strata-serve.service": "/opt/strata/bin/strata",
     "strata-agent.service": "/opt/strata-agent/bin/strata",
@@ -34,6 +35,7 @@ INSTALLED: Final = {
 """Each in an environment of its own: a machine may have both, and lose one of them."""
 MOST_EXPOSED: Final = {
     "strata-hub.service": 1.6,
+    "strata-hub-backup.service": 0.9,
     "strata-coordinator.service": 1.6,
     "strata-serve.service": 2.3,
     "strata-agent.service": 3.9,
@@ -65,17 +67,33 @@ def installed(folder: Path, unit: str, *, run_as: bool = False) -> Path:
     return folder / unit
 
 
-def service(path: Path) -> configparser.SectionProxy:
+def unit_file(path: Path) -> configparser.ConfigParser:
     parser = configparser.ConfigParser(strict=False, interpolation=None)
     parser.optionxform = str  # type: ignore[assignment,method-assign]
     parser.read_string(path.read_text())
-    return parser["Service"]
+    return parser
+
+
+def service(path: Path) -> configparser.SectionProxy:
+    return unit_file(path)["Service"]
 
 
 @pytest.mark.parametrize(("unit", "run_as"), [*((unit, False) for unit in INSTALLED), ("strata-agent.service", True)])
 def test_systemd_knows_every_key(tmp_path: Path, unit: str, run_as: bool) -> None:
     installed(tmp_path, unit, run_as=run_as)
     assert complaints(tmp_path, unit) == []
+
+
+def test_systemd_knows_every_key_of_the_timer_which_starts_a_backup_each_day(tmp_path: Path) -> None:
+    installed(tmp_path, "strata-hub-backup.service")
+    timer = "strata-hub-backup.timer"
+    shutil.copy(UNITS / timer, tmp_path / timer)
+    assert complaints(tmp_path, timer) == []
+    keys = unit_file(tmp_path / timer)["Timer"]
+    assert (keys["OnCalendar"], keys["Persistent"]) == ("*-*-* 04:00:00", "yes")
+    # A day, the delay, and the time that a backup may take.
+    assert BackupSettings(folder=tmp_path).max_age_hours >= 24 + 0.5 + 5
+    assert analyze("calendar", keys["OnCalendar"]).returncode == 0
 
 
 @pytest.mark.parametrize("wrong", ["KilMode=process", "KillMode=proces", "TimeoutStopSec=soon"])
@@ -128,6 +146,14 @@ def test_servers_have_time_to_finish_their_requests() -> None:
         ("serve", STOP_S + RANKS_S + ENGINE_STOP_S),
     ):
         assert float(service(UNITS / f"strata-{name}.service")["TimeoutStopSec"]) >= drain_s + 30
+
+
+def test_a_backup_may_write_to_the_hubs_folder_and_that_of_backups_and_leaves_what_the_hub_shares() -> None:
+    """Both are services of one user: RemoveIPC would remove what the hub has when a backup ends."""
+    unit = service(UNITS / "strata-hub-backup.service")
+    assert unit["User"] == service(UNITS / "strata-hub.service")["User"]
+    assert unit["StateDirectory"].split() == ["strata-hub", "strata-hub-backups"]
+    assert unit.get("RemoveIPC", "no") == "no"
 
 
 def test_jobs_of_another_user_take_an_agent_that_can_become_him() -> None:

@@ -21,7 +21,7 @@ from strata.cli.doctor.findings import (
 
 if TYPE_CHECKING:
     from strata.fleet.client.hub_client import HubClient
-    from strata.hub.settings import HubSettings
+    from strata.hub.settings import BackupSettings, HubSettings
 
 EXPIRES_SOON_S: Final = 7 * 86_400.0
 YEAR_S: Final = 365 * 86_400.0
@@ -106,9 +106,22 @@ def check_data(config: Path | None, data: str | None, database: str | None) -> I
         return
     yield check_private("hub's data", [folder, folder / "operator.token", folder / "ca" / "ca.key"])
     yield check_disk_space("hub's disk", folder)
+    if settings.backups is not None:
+        yield check_scheduled_backups(settings.backups)
     if (folder / "ca" / "ca.key").exists():
         yield check_authority(folder / "ca")
     yield check_database(settings, folder)
+
+
+def check_scheduled_backups(settings: BackupSettings) -> DoctorFinding:
+    from strata.base.clock import SystemClock
+    from strata.fleet.core.attention import check_backups
+    from strata.hub.scheduled_backups import survey_backups
+
+    now_s = SystemClock().wall_s()
+    for item in check_backups(survey_backups(settings, now_s), now_s):
+        return problem("backups", item.why, item.fix)
+    return ok("backups", f"the newest in {settings.folder} is no older than {settings.max_age_hours:g} hours")
 
 
 def check_authority(folder: Path) -> DoctorFinding:

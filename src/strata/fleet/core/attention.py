@@ -1,5 +1,5 @@
 """The notices of a fleet that need a person, worst first: their wording, their one suggested action, and when a silent
-host, a full disk or a growing backlog becomes one.
+host, a full disk, an old backup or a growing backlog becomes one.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 AttentionKind = Literal[
-    "hub_disk", "lost_host", "quarantined_host", "unservable_jobs", "failed_job", "failed_jobs", "backlog"
+    "hub_disk", "hub_backup", "lost_host", "quarantined_host", "unservable_jobs", "failed_job", "failed_jobs", "backlog"
 ]
-AttentionAction = Literal["free_disk", "show_host", "resume_host", "show_job", "list_failed", "list_waiting"]
+AttentionAction = Literal["free_disk", "back_up", "show_host", "resume_host", "show_job", "list_failed", "list_waiting"]
 
-OF_FLEET: Final[frozenset[AttentionKind]] = frozenset({"hub_disk", "lost_host", "quarantined_host"})
+OF_FLEET: Final[frozenset[AttentionKind]] = frozenset({"hub_disk", "hub_backup", "lost_host", "quarantined_host"})
 """What concerns the jobs of every project."""
 SHOWN: Final = 5
 """Failed jobs that are shown one by one, and hosts of a kind."""
@@ -61,6 +61,30 @@ def check_disk(disk: HubDisk, now_s: float) -> Iterable[AttentionItem]:
         yield AttentionItem(
             "hub_disk", what, now_s, why, "free_disk", "remove artifacts, or free some space on its disk"
         )
+
+
+class HubBackups(NamedTuple):
+    """The scheduled backups of a hub."""
+
+    newest_at_s: float | None
+    """None: there is no complete one."""
+    max_age_s: float
+    reason: str = ""
+    """Why there is none."""
+
+
+def check_backups(backups: HubBackups | None, now_s: float) -> Iterable[AttentionItem]:
+    """None: no backups are scheduled."""
+    if backups is None:
+        return
+    fix = "see journalctl -u strata-hub-backup, or run 'strata backup'"
+    if backups.newest_at_s is None:
+        yield AttentionItem("hub_backup", "The hub has no backup", now_s, backups.reason, "back_up", fix)
+    elif now_s - backups.newest_at_s > backups.max_age_s:
+        hours = round((now_s - backups.newest_at_s) / 3600)
+        why = f"the newest complete one is {hours} hours old; it may be {backups.max_age_s / 3600:g}"
+        since_s = backups.newest_at_s + backups.max_age_s
+        yield AttentionItem("hub_backup", "The hub's backup is old", since_s, why, "back_up", fix)
 
 
 class SilentHost(NamedTuple):

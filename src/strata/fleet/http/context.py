@@ -20,6 +20,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.ids import resolve_prefix
 from strata.base.notify import KeyedNotifier
 from strata.fleet.artifacts.service import Artifacts
+from strata.fleet.core.attention import HubBackups
 from strata.fleet.core.jobspec import JobSpec, coordinator_job
 from strata.fleet.core.lease_status import unknown_job
 from strata.fleet.core.ownership import Submitter
@@ -224,6 +225,8 @@ class HubContext:
     """The metrics for Prometheus."""
     data: Path | None = None
     """The folder whose disk the metrics show."""
+    backups: Callable[[], HubBackups | None] = lambda: None
+    """Surveys the scheduled backups; None: there are none."""
 
     def front_key(self, job_id: str, epoch: int) -> str:
         """The secret that the server of this attempt takes the hub's word for its callers with."""

@@ -36,3 +36,4 @@ async def _refresh(context: HubContext) -> None:
     if context.data is not None:
         usage = await asyncio.to_thread(shutil.disk_usage, context.data)
         metrics.disk_free.set(usage.free)
+    metrics.set_backups(await asyncio.to_thread(context.backups))
