@@ -153,8 +153,20 @@ def test_leases_that_are_over_and_datasets_nobody_knows_may_be_named() -> None:
     job = training(1, samples=4)
     (lease,) = job.take("w0")
     job.ack("w0", Ack(lease))
-    told = (consumed(lease, 4), consumed(99, 1, epoch=5), Consumed("nothing", 0, 1, 1))
+    told = (consumed(lease, 4), Consumed("nothing", 0, 1, 1))
     assert job.report("w0", 1, consumed=told).committed
+
+
+def test_a_checkpoint_has_nothing_of_a_lease_that_is_the_workers_no_more() -> None:
+    job = training(1)
+    job.join("elastic", elastic=True)
+    (lease,) = job.take("elastic")
+    end = job.job.datasets[CORPUS].epochs[0].leases[lease].end
+    # The others rewind, and it goes on with what it has.
+    job.submit(RequestRecovery(job.caller("w0"), observed_generation=job.job.generation))
+    late = job.report_of("elastic", 1, consumed=(consumed(lease, end),))
+    assert job.refusal(late).detail["reason"] == "lease-lost"
+    assert job.job.collecting == {}
 
 
 # Retention

@@ -10,8 +10,10 @@ import pytest
 import strata.coord.worker as strata
 from strata.base.errors import Code, StrataError
 from strata.coord.core.facts import GangStatus
+from strata.coord.core.job_config import JobConfig
+from strata.coord.pb import coordinator_pb2 as pb
 from tests.shell.coord.running import Running, in_process
-from tests.shell.coord_worker.test_calls import worker
+from tests.shell.coord_worker.test_calls import strata_job, worker
 from tests.shell.coord_worker.test_start import checkpointed
 
 
@@ -86,6 +88,76 @@ async def test_a_rank_that_learns_of_the_last_commit_after_the_others_have_left_
         assert strata.reason_of(stale.value) is strata.Reason.MEMBERSHIP_CHANGED
         await found[1].__aexit__(None, None, None)
         assert running.service.state.jobs["default"].status is GangStatus.FINISHED
+
+
+async def test_all_ranks_end_well_after_the_last_commit_whatever_the_order_in_which_they_learn_of_it(
+    tmp_path: Path,
+) -> None:
+    ranks = 6
+    part = tmp_path / "part"
+    part.write_bytes(b"state")
+    async with in_process(JobConfig()) as running:
+        found = await together(running, ranks)
+        for each in found:
+            await each.dataset("corpus", samples=10 * ranks, shard_size=10)
+            shard = await each.next_shard("corpus", 0)
+            assert shard is not None
+            shard.done()
+
+        async def finish(rank: int) -> None:
+            # They look again at different times, and every rank that leaves lets the others settle again.
+            await asyncio.sleep(0.08 * rank)
+            assert (await found[rank].checkpoint(3, part)).committed
+            await found[rank].__aexit__(None, None, None)
+
+        await asyncio.gather(*map(finish, reversed(range(ranks))))
+        assert running.service.state.jobs["default"].status is GangStatus.FINISHED
+
+
+async def test_an_elastic_worker_that_lost_a_lease_meanwhile_commits_nothing_of_it(tmp_path: Path) -> None:
+    part = tmp_path / "part"
+    part.write_bytes(b"state")
+    async with (
+        in_process() as running,
+        worker(running, "a", elastic=True) as steady,
+        worker(running, "b", elastic=True, wait_for=2) as rewound,
+    ):
+        for each in (steady, rewound):
+            await each.dataset("corpus", samples=40, shard_size=10)
+        shard = await rewound.next_shard("corpus", 0)
+        assert shard is not None
+        shard.done()
+        capture = rewound.begin_checkpoint(3)
+        await steady.recover()
+        with pytest.raises(StrataError) as refused:
+            await rewound.report_checkpoint(capture, part)
+        assert strata.reason_of(refused.value) is strata.Reason.LEASE_LOST
+        rewound.give_up_checkpoint(capture)
+        await rewound.recover()
+        assert running.service.state.jobs["default"].checkpoints == []
+
+
+async def test_a_worker_that_was_evicted_while_it_wrote_its_part_commits_nothing_of_it(tmp_path: Path) -> None:
+    part = tmp_path / "part"
+    part.write_bytes(b"state")
+    quick = strata_job(heartbeat_interval_s=0.2)
+    async with in_process(quick) as running, worker(running, rejoin=True, elastic=True) as found:
+        await found.dataset("corpus", samples=20, shard_size=10)
+        shard = await found.next_shard("corpus", 0)
+        assert shard is not None
+        shard.done()
+        capture, before = found.begin_checkpoint(3), found.incarnation
+        failed = pb.HeartbeatRequest(
+            worker_id="w", incarnation=before, generation=found.generation, status=pb.WORKER_STATUS_ERROR
+        )
+        await running.stub.Heartbeat(failed)
+        async with asyncio.timeout(20):
+            while found.incarnation == before or found.generation < 2:
+                await asyncio.sleep(0.01)
+        with pytest.raises(StrataError) as refused:
+            await found.report_checkpoint(capture, part)
+        assert strata.reason_of(refused.value) is strata.Reason.LEASE_LOST
+        assert running.service.state.jobs["default"].checkpoints == []
 
 
 async def test_a_worker_whose_rank_is_taken_by_others_says_so_and_does_not_join() -> None:

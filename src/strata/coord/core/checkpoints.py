@@ -9,7 +9,14 @@ from itertools import islice
 from strata.base.errors import Code, StrataError
 from strata.coord.core import checkpoint_requests
 from strata.coord.core.barriers import end_all
-from strata.coord.core.facts import CheckpointCommitted, CheckpointReported, Fact, Recovered, WorkerRecovered
+from strata.coord.core.facts import (
+    CheckpointCommitted,
+    CheckpointReported,
+    DatasetMode,
+    Fact,
+    Recovered,
+    WorkerRecovered,
+)
 from strata.coord.core.inputs import (
     MISSING_NAMED,
     Caller,
@@ -117,12 +124,23 @@ def _check(job: JobState, request: ReportCheckpoint) -> None:
 
 
 def _check_consumed(job: JobState, request: ReportCheckpoint) -> None:
-    """Refuses what would be missing or doubled after a recovery. Leases that are over are consumed anyway."""
+    """Refuses what would be missing or doubled after a recovery: also a lease that is gone and that the caller has not
+    acked, as the others rewound, or evicted it, between its part and this report."""
+    acked = job.members[request.caller.worker_id].acked
     for each in request.consumed:
         dataset = job.datasets.get(each.dataset_id)
-        ledger = dataset.epochs.get(each.epoch) if dataset else None
+        if dataset is None or dataset.dataset.mode is DatasetMode.DETERMINISTIC:
+            continue
+        ledger = dataset.epochs.get(each.epoch)
         lease = ledger.leases.get(each.lease_id) if ledger else None
         if lease is None:
+            if each.lease_id not in acked:
+                raise StrataError(
+                    Code.PRECONDITION,
+                    f"lease {each.lease_id} is not {request.caller.worker_id!r}'s any more",
+                    hint="discard the results of it",
+                    reason="lease-lost",
+                )
             continue
         if lease.worker_id != request.caller.worker_id:
             raise StrataError(Code.INVALID, f"lease {each.lease_id} is not {request.caller.worker_id!r}'s")

@@ -143,6 +143,8 @@ class NextShards:
     acks: tuple[Ack, ...] = ()
     held: tuple[int, ...] | None = ()
     step: int = 0
+    leaving: bool = False
+    """The last acks of a worker count also while members join or leave: its leases are its own until it has left."""
 
 
 @dataclass(frozen=True)

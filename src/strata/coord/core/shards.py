@@ -71,8 +71,8 @@ def _check(dataset: Dataset, max_shards: int) -> None:
 def next_shards(state: CoordState, request: NextShards) -> tuple[list[Fact], ShardAssignment]:
     job = job_of(state, request.caller)
     # The next generation waits until a drained worker has left, and that brings its last acks.
-    is_leaving = request.count == 0 and request.caller.worker_id in job.draining
-    member = member_of(job, request.caller) if is_leaving else settled_member(job, request.caller)
+    is_leaving = request.leaving or request.caller.worker_id in job.draining
+    member = (member_of if is_leaving and request.count == 0 else settled_member)(job, request.caller)
     check_recovered(job, member)
     dataset = _dataset_of(job, request.dataset_id)
     if dataset.dataset.mode is DatasetMode.DETERMINISTIC:

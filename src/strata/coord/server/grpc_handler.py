@@ -48,6 +48,7 @@ _REASONS: Final = (
     "stale-generation",
     "stale-incarnation",
     "recover-first",
+    "lease-lost",
     "job-finished",
     "job-running",
     "evicted",

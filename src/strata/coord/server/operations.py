@@ -268,7 +268,7 @@ async def leave(
         members.member_of(job, caller)
         for dataset_id, dataset in job.datasets.items():
             for epoch, some in _by_epoch(dataset, caller.worker_id, acks).items():
-                request = NextShards(caller, dataset_id, epoch, acks=some)
+                request = NextShards(caller, dataset_id, epoch, acks=some, leaving=True)
                 rejected -= {ack.lease_id for ack in some}
                 rejected.update(await _ack_only(service, request, dataset))
     # A program that lost some of what it consumed is not finished, whatever it reports.

@@ -138,8 +138,11 @@ class CheckpointReporter:
 
     async def _report(self, capture: Capture, stored: StoredPart) -> Reported:
         session = self.session
+        generation = 0
 
         def make() -> pb.CheckpointInfo:
+            nonlocal generation
+            generation = session.generation
             return pb.CheckpointInfo(
                 checkpoint_id=capture.checkpoint_id,
                 path=stored.uri,
@@ -147,7 +150,7 @@ class CheckpointReporter:
                 job_id=session.job,
                 worker_id=session.worker_id,
                 incarnation=session.incarnation,
-                generation=session.generation,
+                generation=generation,
                 step=capture.step,
                 rank=session.rank,
                 world_size=session.world_size,
@@ -163,8 +166,8 @@ class CheckpointReporter:
         session.liveness.status = pb.WORKER_STATUS_TRAINING
         if ack.drain:
             session.commands.drain()
-        elif ack.generation_ends:
-            session.mark_stale(session.generation + 1)
+        elif ack.generation_ends and session.generation == generation:
+            session.mark_stale(generation + 1)
         if ack.committed and self.store is not None:
             await asyncio.to_thread(self.store.publish, stored.uri)
         return Reported(ack.step, ack.committed, tuple(ack.missing_ranks), tuple(ack.tombstones), ack.drain)

@@ -98,7 +98,7 @@ def to_strata_error(error: grpc.aio.AioRpcError) -> StrataError:
     said = {key: value for key, value in error.trailing_metadata() or () if isinstance(value, str)}
     code = CODE_OF.get(error.code(), Code.INTERNAL)
     reason = said.get("strata-reason")
-    if reason in ("stale-generation", "stale-incarnation", "recover-first"):
+    if reason in ("stale-generation", "stale-incarnation", "recover-first", "lease-lost"):
         code = Code.STALE
     detail: dict[str, object] = {"reason": reason} if reason else {}
     if "strata-generation" in said:

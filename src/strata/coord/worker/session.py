@@ -208,6 +208,8 @@ class WorkerSession:
                 await self.sync_generation()
             else:
                 self.check_failure()
+                if even_stale:
+                    self.leases.check()
             even_stale = False
             incarnation = self.incarnation
             try:
