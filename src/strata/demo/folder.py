@@ -15,7 +15,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.file_lock import try_lock
 
 PREFIX: Final = "strata-demo-"
-LOCK: Final = "lock"
+LOCK: Final = "strata-demo.lock"
 LEAST_FREE: Final = 1 << 30
 """XDG_RUNTIME_DIR lies in memory, as a rule: with less room the folder of temporary files is used."""
 _TRIES: Final = 10
@@ -57,12 +57,12 @@ def remove_abandoned(bases: list[Path]) -> list[Path]:
     removed = []
     for base in dict.fromkeys(bases):
         for path in base.glob(f"{PREFIX}*"):
-            if path.is_symlink() or not path.is_dir() or path.stat().st_uid != os.geteuid():
-                continue
             try:
+                if not _is_demo(path):
+                    continue
                 lock = try_lock(path / LOCK)
-            except FileNotFoundError:
-                # Another demo removes it at this moment.
+            except OSError:
+                # Another demo removes it at this moment, or nobody may read it.
                 continue
             if lock is None:
                 continue
@@ -72,3 +72,11 @@ def remove_abandoned(bases: list[Path]) -> list[Path]:
                 os.close(lock)
             removed.append(path)
     return removed
+
+
+def _is_demo(path: Path) -> bool:
+    """Says whether a demo of this user made the folder: it has the lock, or nothing yet."""
+    if path.is_symlink() or not path.is_dir() or path.stat().st_uid != os.geteuid():
+        return False
+    names = {each.name for each in path.iterdir()}
+    return not names or (LOCK in names and not (path / LOCK).is_symlink())

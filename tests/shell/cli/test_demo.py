@@ -65,9 +65,13 @@ def test_a_folder_in_use_stays_and_an_abandoned_one_is_removed(tmp_path: Path) -
     other.mkdir()
     (tmp_path / "strata-demo-link").symlink_to(other)
     (left.path / "data").mkdir()
+    mine = tmp_path / "strata-demo-my-talk"
+    mine.mkdir()
+    (mine / "talk.md").write_text("slides")
     os.close(left.lock)
     assert remove_abandoned([tmp_path, tmp_path]) == [left.path]
     assert not left.path.exists()
+    assert (mine / "talk.md").exists(), "only its name is that of a demo"
     assert (used.path / LOCK).exists()
     assert other.exists()
     os.close(used.lock)
