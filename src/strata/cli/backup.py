@@ -49,7 +49,7 @@ def backup(*, target: Path | None, config: Path | None, data: str | None, databa
     from strata.base.clock import SystemClock
     from strata.cli.fleet.client import format_bytes
     from strata.hub.backup import LARGE, back_up, size_below
-    from strata.hub.scheduled_backups import choose_target, remove_old
+    from strata.hub.scheduled_backups import authority_in, choose_target, remove_old
 
     folder, now_s = settings.files, SystemClock().wall_s()
     scheduled = settings.backups if target is None else None
@@ -71,7 +71,7 @@ def backup(*, target: Path | None, config: Path | None, data: str | None, databa
     if settings.secrets_key is not None:
         print_error(f"strata: {settings.secrets_key} is not in the backup; without it the secrets cannot be read")
     if scheduled is not None:
-        for path in remove_old(target.parent, scheduled.keep, now_s):
+        for path in remove_old(target.parent, scheduled.keep, now_s, authority=authority_in(note.sha256)):
             print_error(f"strata: removed {path}")
     left_out = 0 if large else sum(size_below(folder / name) for name in LARGE)
     if left_out:

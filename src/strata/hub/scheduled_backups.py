@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import datetime
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.base.private import require_private_folder
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 
 NOTE: Final = "backup.json"
 """Written last: a folder without it is no complete backup."""
+AUTHORITY_KEY: Final = "ca/ca.key"
+"""Its digest in the note says which hub the backup is of."""
 ABANDONED_S: Final = 86_400.0
 """An incomplete backup that was begun so long ago is not being written any more."""
 _NAME: Final = "%Y-%m-%dT%H%M%SZ"
@@ -60,21 +65,44 @@ def survey_backups(settings: BackupSettings | None, now_s: float) -> HubBackups 
     return HubBackups(max(complete, default=None), max_age_s, "" if complete else f"{folder} has no complete backup")
 
 
-def remove_old(folder: Path, keep: int, now_s: float) -> list[Path]:
-    """Removes all but the newest `keep` complete backups, and what interrupted ones left; returns what is gone."""
-    backups = list_backups(folder, now_s)
-    old = [each.path for each in backups if each.complete][:-keep]
-    old += [each.path for each in backups if not each.complete and each.taken_at_s < now_s - ABANDONED_S]
-    for path in old:
-        try:
+def remove_old(folder: Path, keep: int, now_s: float, *, authority: str) -> list[Path]:
+    """Removes all but the newest `keep` complete backups, and what interrupted ones left; returns what is gone.
+
+    Only backups with this authority count: those of a hub that was lost stay, though a new one backs up beside them.
+    """
+    try:
+        backups = list_backups(folder, now_s)
+        old = [each.path for each in backups if each.complete and _authority_of(each.path) == authority][:-keep]
+        old += [each.path for each in backups if not each.complete and each.taken_at_s < now_s - ABANDONED_S]
+        for path in old:
             # First: what is left after an interruption must not pass for a complete backup.
             (path / NOTE).unlink(missing_ok=True)
-            shutil.rmtree(path)
-        except OSError as error:
-            raise StrataError(
-                Code.UNAVAILABLE, f"the new backup is complete, but an old one was not removed: {error}"
-            ) from error
+            # Another backup that has just ended may remove it too.
+            with suppress(FileNotFoundError):
+                shutil.rmtree(path)
+    except OSError as error:
+        raise StrataError(
+            Code.UNAVAILABLE, f"the new backup is complete, but old ones were not removed: {error}"
+        ) from error
     return old
+
+
+def authority_in(digests: Mapping[str, str]) -> str:
+    """Returns which hub a backup is of, by the digests of its note; empty: it has no authority."""
+    return digests.get(AUTHORITY_KEY, "")
+
+
+def _authority_of(backup: Path) -> str | None:
+    try:
+        return authority_in(msgspec.json.decode((backup / NOTE).read_bytes(), type=_Digests).sha256)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None
+
+
+class _Digests(msgspec.Struct):
+    """The part of a note that says which hub a backup is of."""
+
+    sha256: dict[str, str] = {}
 
 
 def _named(folder: Path) -> Iterator[tuple[float, Path]]:
@@ -83,5 +111,6 @@ def _named(folder: Path) -> Iterator[tuple[float, Path]]:
             at = datetime.datetime.strptime(path.name, _NAME).replace(tzinfo=datetime.UTC)
         except ValueError:
             continue
-        if path.is_dir() and not path.is_symlink():
+        # Numbers with fewer digits are read, too.
+        if at.strftime(_NAME) == path.name and path.is_dir() and not path.is_symlink():
             yield at.timestamp(), path

@@ -69,6 +69,11 @@ class BackupSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_age_hours: Positive = 30.0
     """When the newest complete one is older, or there is none, the hub needs attention."""
 
+    def __post_init__(self) -> None:
+        if not self.folder.expanduser().is_absolute():
+            # The hub and the timer's command run in different folders.
+            raise StrataError(Code.INVALID, f"hub.backups.folder must be absolute, not {self.folder}")
+
 
 class Webhook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     url: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -22,12 +24,12 @@ NOW_S: Final = 1_800_000_000.0
 DAY_S: Final = 86_400.0
 
 
-def make(folder: Path, at_s: float, *, complete: bool = True) -> Path:
+def make(folder: Path, at_s: float, *, complete: bool = True, authority: str = "") -> Path:
     path = choose_target(folder, at_s)
     path.mkdir()
     (path / "hub.db").write_text("jobs")
     if complete:
-        (path / "backup.json").write_text("{}")
+        (path / "backup.json").write_text(json.dumps({"sha256": {"ca/ca.key": authority} if authority else {}}))
     return path
 
 
@@ -42,12 +44,15 @@ def test_a_backup_without_a_target_is_made_in_the_folder_and_the_last_ones_stay(
     person: Person, hub: HubProcess, tmp_path: Path
 ) -> None:
     folder, now_s = tmp_path / "backups", time.time()
-    older = [make(folder, now_s - days * DAY_S) for days in (3, 2, 1)]
+    key = hub.data / "ca" / "ca.key"
+    authority = hashlib.sha256(key.read_bytes()).hexdigest()
+    older = [make(folder, now_s - days * DAY_S, authority=authority) for days in (3, 2, 1)]
+    lost = make(folder, now_s - 9 * DAY_S, authority="of a hub whose disk was lost")
     settings = write_settings(folder, keep=2)
     done = person.says("backup", "--config", str(settings), "--data", str(hub.data))
     assert done.status == ExitCode.OK, done.err
     backups = list_backups(folder, time.time())
-    assert [each.path for each in backups][:-1] == older[-1:]
+    assert [each.path for each in backups][:-1] == [lost, *older[-1:]]
     made = backups[-1]
     assert made.complete
     assert made.taken_at_s >= int(now_s)
@@ -84,10 +89,11 @@ def test_only_complete_backups_count_and_what_others_have_there_stays(tmp_path: 
     foreign = folder / "monday"
     foreign.mkdir()
     (folder / "2020-01-01T000000Z").symlink_to(foreign)
-    assert remove_old(folder, 1, NOW_S) == [*complete[:2], interrupted]
+    (folder / "2026-1-2T30405Z").mkdir()
+    assert remove_old(folder, 1, NOW_S, authority="") == [*complete[:2], interrupted]
     assert {each.name for each in folder.iterdir()} == {
         *(path.name for path in (complete[2], under_way, to_come, foreign)),
-        "2020-01-01T000000Z",
+        *("2020-01-01T000000Z", "2026-1-2T30405Z"),
     }
     settings = BackupSettings(folder=folder)
     survey = survey_backups(settings, NOW_S)
@@ -106,6 +112,11 @@ def test_backups_of_a_hub_on_postgres_are_not_scheduled_because_they_lack_its_da
     with pytest.raises(StrataError) as refused:
         HubSettings(database="postgresql://db/strata", backups=BackupSettings(folder=tmp_path))
     assert refused.value.code is Code.INVALID
+
+
+def test_a_relative_folder_of_backups_is_refused() -> None:
+    with pytest.raises(StrataError, match="must be absolute"):
+        BackupSettings(folder=Path("backups"))
 
 
 async def test_a_hub_shows_that_its_scheduled_backup_is_missing_or_old_until_there_is_a_new_one(tmp_path: Path) -> None:
