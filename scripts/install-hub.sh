@@ -31,7 +31,7 @@ name='' listen='' uninstall=''
 while [ $# -gt 0 ]; do
     case $1 in
     --name | --listen | --from | --python)
-        [ $# -ge 2 ] || die "$1 needs a value"
+        check_value "$@"
         case $1 in
         --name) name=$2 ;;
         --listen) listen=$2 ;;
@@ -136,7 +136,7 @@ start() {
         if has_backups; then
             quietly systemctl enable --now strata-hub-backup.timer
         fi
-        say "the hub is running; see systemctl status strata-hub and journalctl -u strata-hub"
+        say "the hub was started; whether it serves: systemctl status strata-hub, journalctl -u strata-hub"
         return
     fi
     say "there is no systemd to start the hub with the machine, or to make its backups; start it with"
@@ -168,9 +168,9 @@ check_words
 for unit in strata-hub.service strata-hub-backup.service strata-hub-backup.timer; do
     check_unit "$units/$unit"
 done
-check_folders
 check_python
 make_user "$user" "$home"
+check_folders
 make_folders
 write_settings
 install_package hub,postgres,notify "$pins"

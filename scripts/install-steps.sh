@@ -22,6 +22,12 @@ die() {
     exit 1
 }
 
+check_value() { # OPTION VALUE...
+    case ${2:--} in
+    -*) die "$1 needs a value" ;;
+    esac
+}
+
 absolute() { # PATH
     case $1 in
     /*) printf '%s\n' "$1" ;;
@@ -84,6 +90,10 @@ make_user() { # NAME HOME
 }
 
 install_package() { # EXTRAS PINS
+    # Root runs what is there.
+    if [ -e "$venv" ] && [ "$(stat -c %u "$venv")" -ne "$(id -u)" ]; then
+        die "$venv does not belong to $(id -un); move it away"
+    fi
     # An environment whose Python is gone is created again.
     if ! "$venv/bin/python" -c '' </dev/null 2>/dev/null; then
         quietly "$python" -m venv --clear "$venv"

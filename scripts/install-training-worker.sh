@@ -39,7 +39,7 @@ hub='' token_file='' name='' run_as='' uninstall='' force=''
 while [ $# -gt 0 ]; do
     case $1 in
     --hub | --token-file | --from | --name | --python | --run-as | --prefix)
-        [ $# -ge 2 ] || die "$1 needs a value"
+        check_value "$@"
         case $1 in
         --hub) hub=$2 ;;
         --token-file) token_file=$(absolute "$2") ;;

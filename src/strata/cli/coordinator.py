@@ -4,6 +4,7 @@ from the hub.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -211,30 +212,42 @@ def certificate(*, names: tuple[str, ...], out: Path, context: str | None) -> No
     """
     import datetime
 
-    from strata.base.atomic import write_file
+    from strata.base.atomic import temporary_path, write_file
     from strata.cli.extras import require
 
     require("cryptography", extra="agent")
     from strata.fleet.wire.identities import CoordinatorCertificateReply, CoordinatorCertificateRequest
     from strata.identity.ca import new_signing_request
 
+    # The authority first: what a crash leaves is of this hub, and the command can run again.
+    files = {name: out / name for name in ("ca.pem", "key.pem", "cert.pem")}
     key, request = new_signing_request()
     body = CoordinatorCertificateRequest(names=names, request_pem=request.decode())
     with hub_client(context) as client:
         reply = client.call("POST", "/v1/certificate/coordinator", CoordinatorCertificateReply, body=body)
-    files = {name: out / name for name in ("key.pem", "cert.pem", "ca.pem")}
     _check_folder(files, reply.ca_pem)
     out.mkdir(parents=True, exist_ok=True)
-    # The authority first: what a crash leaves is of this hub, and the command can run again.
-    write_file(files["ca.pem"], reply.ca_pem.encode(), mode=0o644)
-    write_file(files["key.pem"], key)
-    write_file(files["cert.pem"], reply.certificate_pem.encode(), mode=0o644)
+    contents = {"ca.pem": reply.ca_pem.encode(), "key.pem": key, "cert.pem": reply.certificate_pem.encode()}
+    new = {name: temporary_path(path) for name, path in files.items()}
+    # All are written before one is replaced: key and certificate belong together.
+    for name, content in contents.items():
+        write_file(new[name], content, mode=0o600 if name == "key.pem" else 0o644)
+        _keep_owner(files[name], new[name])
+    for name, path in files.items():
+        new[name].replace(path)
     until = datetime.datetime.fromtimestamp(reply.expires_at_s, datetime.UTC).date().isoformat()
     print_error(f"strata coordinator: certificate for {', '.join(reply.names)}, valid until {until}")
     print_error(
         f"  strata coordinator --tls-certificate {files['cert.pem']} --tls-key {files['key.pem']}\n"
         f"  STRATA_WORKER_TLS_CA={files['ca.pem']} for workers, --tls-ca for 'strata gang'"
     )
+
+
+def _keep_owner(old: Path, new: Path) -> None:
+    """A renewal by root leaves the key readable for the user of the coordinator."""
+    if old.exists() and os.geteuid() == 0:
+        stat = old.stat()
+        os.chown(new, stat.st_uid, stat.st_gid, follow_symlinks=False)
 
 
 def _check_folder(files: Mapping[str, Path], ca_pem: str) -> None:
