@@ -48,7 +48,9 @@ def documents(config: MkDocsConfig, nav: Navigation) -> dict[str, str]:
             text = source_of(page, config)
             title = page.title or first_heading(text)
             lines.append(f"- [{title}]({page.url}): {first_sentence(text)}")
-            whole.append(f"<!-- {page.file.src_uri} -->\n\n{text.strip()}")
+            # What scripts/api_pages.py makes is long, and nothing in it explains.
+            if page.file.generated_by is None:
+                whole.append(f"<!-- {page.file.src_uri} -->\n\n{text.strip()}")
         index += [f"## {section.title}", "\n".join(lines)]
     return {"llms.txt": "\n\n".join(index) + "\n", "llms-full.txt": "\n\n".join(whole) + "\n"}
 

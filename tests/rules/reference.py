@@ -22,18 +22,24 @@ from msgspec import inspect as types
 from prometheus_client import CollectorRegistry
 
 from strata.base import schema
+from strata.base.errors import Code
 from strata.base.support import say_experimental
+from strata.cli.exit_codes import EXIT_CODE_OF
 from strata.cli.main import COMMANDS, strata
 from strata.coord import operator as gang
 from strata.coord import settings as coordinator
 from strata.coord.metrics import CoordinatorMetrics
+from strata.coord.server.grpc_handler import STATUS_OF as GRPC_STATUS_OF
 from strata.coord.worker import settings as worker
 from strata.coord.worker import stores
+from strata.coord.worker.reasons import Reason
 from strata.database.event_kinds import PREDICATES
 from strata.fleet.agent import metrics as agent_metrics
 from strata.fleet.agent import settings as agent
+from strata.fleet.core.job import Cause
 from strata.fleet.http.routes import ROUTES as HUB_ROUTES
 from strata.fleet.hub_metrics import HubMetrics
+from strata.http.errors import STATUS_OF
 from strata.http.metrics import process_registry
 from strata.http.route import OWNED, Route
 from strata.hub import settings as hub
@@ -299,6 +305,44 @@ def events_page() -> str:
     return _page("Events", parts)
 
 
+def errors_page() -> str:
+    """Every code of an error with what the caller can do, and its form at each edge."""
+    codes = [
+        (f"`{code}`", text, str(STATUS_OF[code]), f"`{GRPC_STATUS_OF[code].name}`", str(EXIT_CODE_OF[code]))
+        for code, text in zip(Code, _member_texts(Code).values(), strict=True)
+    ]
+    texts = _member_texts(Reason)
+    reasons = [(f"`{reason.name}`", f"`{reason}`", texts[reason.name]) for reason in Reason]
+    causes = _member_texts(Cause)
+    parts = [
+        "An error has a code, a sentence, and often a hint: what to do. The codes are the same at every edge.",
+        _table(("code", "what it means, and what to do", "HTTP", "gRPC", "exit status"), codes),
+        "A training server replies 422 for `conflict` and `precondition`, which its clients would retry as 409. "
+        "[The command line](../commands.md) has the exit statuses of `strata wait` and of jobs.",
+        "## Workers of a gang",
+        "`strata.coord.worker.reason_of(error)` says why a call was refused; over gRPC it is in `strata-reason`.",
+        _table(("reason", "over gRPC", "what it means, and what to do"), reasons),
+        "## Attempts of jobs",
+        "Why an attempt ended, as `strata show` prints it. [Find out why](../how-to/find-out-why.md) has what to do.",
+        _table(("cause", "what it means"), [(f"`{cause}`", causes.get(cause.name, "")) for cause in Cause]),
+    ]
+    return _page("Errors", parts)
+
+
+def _member_texts(kind: type[Enum]) -> dict[str, str]:
+    """The docstrings under the members of an enumeration."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    return {
+        node.targets[0].id: " ".join(ast.literal_eval(following.value).split())
+        for node, following in zip(body.body, body.body[1:], strict=False)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(following, ast.Expr)
+        and isinstance(following.value, ast.Constant)
+    }
+
+
 def modules_page() -> str:
     """Every module with the first paragraph of its docstring, in the order of the layout in ARCHITECTURE.md."""
     names = [name for row in test_layout.rows(test_layout.layout()) for name in row.names]
@@ -351,7 +395,7 @@ def _page(title: str, parts: Iterable[str]) -> str:
 
 
 def pages() -> dict[str, str]:
-    made = (settings_page, routes_page, commands_page, metrics_page, events_page, modules_page)
+    made = (settings_page, routes_page, commands_page, metrics_page, events_page, errors_page, modules_page)
     return {f"{make.__name__.removesuffix('_page')}.md": make() for make in made}
 
 

@@ -66,6 +66,7 @@ class Cause(StrEnum):
     PREEMPTED = "preempted"
     """The host was drained or wanted back by its owner."""
     CANCELLED = "cancelled"
+    """A person took the job back."""
     INFRA = "infra"
     """The host could not do its part: no disk space, a broken driver, a supervisor that was killed."""
     SETUP_ERROR = "setup_error"

@@ -40,6 +40,7 @@ class AssignedJob(NamedTuple):
 
 
 def assigned() -> AssignedJob:
+    """The model, mode and seed that the job asks for."""
     refuse_describe("assigned")
     settings = read_settings()
     return AssignedJob(settings.model, settings.mode, settings.seed)
