@@ -843,11 +843,12 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagram:
     except OSError:
         print("datagram refused")
 """
-# Runs a job of this test in the network namespace it is started in, with a service of the host on its loopback.
+# Runs a job of this test in the network namespace it is started in, with a service of the host on its loopback. Its port
+# is none that the kernel gives: a job in a namespace of its own may get the same one, and reach itself.
 INSIDE = """
 import json, socket, sys
 from tests.abuse.test_sandbox import REACH, a_host
-with socket.create_server(("127.0.0.1", 0)) as service, a_host(**json.loads(sys.argv[1])) as host:
+with socket.create_server(("127.0.0.1", 7)) as service, a_host(**json.loads(sys.argv[1])) as host:
     job = host.start(REACH.replace("PORT", str(service.getsockname()[1])))
     assert job.exit().status == 0, job.log
     print(job.log)
