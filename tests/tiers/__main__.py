@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Final
 
@@ -26,10 +27,9 @@ from tests.support.postgres import PostgresServer
 from tests.tiers import table
 from tests.tiers.pool import Batch, BatchResult, Pool, Report, judge, make_batches
 from tests.tiers.recorder import Outcome
-from tests.tiers.table import FileTests, Tier
+from tests.tiers.table import SLICE, FileTests, Tier
 
 RUNS: Final = table.ROOT / ".tests"
-SLICE: Final = "slice"
 PATHS: Final = "paths"
 
 
@@ -40,6 +40,7 @@ def main() -> int:
     run.add_argument("what", nargs="+", help="check, unit, pr, merge, weekly, slice, or paths")
     run.add_argument("--workers", type=int, default=table.WORKERS)
     run.add_argument("--shuffle", type=int, help="run the tests in a random order of this seed")
+    run.add_argument("--slice-within", type=float, default=inf, metavar="S", help="begin no part of the slice later")
     run.add_argument("--pytest", default="", help="more arguments for pytest; such a run is not recorded")
     run.add_argument("--runs", type=Path, default=RUNS, help="the folder for what the run writes")
     commands.add_parser("show", help="say how long the tiers take")
@@ -100,7 +101,13 @@ def run_tests(options: argparse.Namespace) -> int:
     timed = [batch for batch in batches if batch.files[0].path in table.TIMED]
     with PostgresServer() as postgres:
         arguments = shlex.split(options.pytest)
-        pool = Pool(options.runs, postgres.server_url, arguments=arguments, shuffle=options.shuffle)
+        pool = Pool(
+            options.runs,
+            postgres.server_url,
+            arguments=arguments,
+            shuffle=options.shuffle,
+            slice_within_s=options.slice_within,
+        )
         results = pool.run([batch for batch in batches if batch not in timed], workers=options.workers)
         results += pool.run(timed, workers=1)
         outcomes, good = judge(pool, results)

@@ -14,13 +14,14 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from math import inf
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from tests.tiers.recorder import Collected, Outcome, Selection
-from tests.tiers.table import ROOT, TIMED, FileTests, Tier
+from tests.tiers.table import ROOT, SLICE, TIMED, FileTests, Tier
 
 BATCH_S: Final = 40.0
 """Short files of one folder share a process up to this."""
@@ -102,11 +103,22 @@ def make_batches(tier: str, tests: Iterable[FileTests]) -> list[Batch]:
 
 
 class Pool:
-    """Runs batches with a number of workers, and keeps what they print below a folder."""
+    """Runs batches with a number of workers, and keeps what they print below a folder.
+
+    The parts of a slice begin last, and none of them later than `slice_within_s` from now: what there is no time for is
+    for the next landing. All else is run, however long it takes.
+    """
 
     def __init__(
-        self, folder: Path, postgres_url: str, *, arguments: Sequence[str] = (), shuffle: int | None = None
+        self,
+        folder: Path,
+        postgres_url: str,
+        *,
+        arguments: Sequence[str] = (),
+        shuffle: int | None = None,
+        slice_within_s: float = inf,
     ) -> None:
+        self._slice_until_s = time.monotonic() + slice_within_s
         self._folder = folder
         self._postgres_url = postgres_url
         self._arguments = list(arguments)
@@ -117,10 +129,13 @@ class Pool:
     def run(self, batches: Sequence[Batch], *, workers: int) -> list[tuple[Batch, BatchResult]]:
         done: list[tuple[Batch, BatchResult]] = []
         with ThreadPoolExecutor(max_workers=workers) as threads:
-            longest_first = sorted(batches, key=lambda batch: -batch.seconds)
+            longest_first = sorted(batches, key=lambda batch: (batch.tier == SLICE, -batch.seconds))
             started = {threads.submit(self._run_batch, batch): batch for batch in longest_first}
             for future in as_completed(started):
                 batch, result = started[future], future.result()
+                if result is None:
+                    print(f"{batch.name}: no time is left, the next landing runs it", flush=True)
+                    continue
                 done.append((batch, result))
                 counts = Counter(outcome.result for outcome in result.outcomes)
                 told = ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no test"
@@ -132,7 +147,9 @@ class Pool:
                     print(result.output, flush=True)
         return done
 
-    def _run_batch(self, batch: Batch) -> BatchResult:
+    def _run_batch(self, batch: Batch) -> BatchResult | None:
+        if batch.tier == SLICE and time.monotonic() > self._slice_until_s:
+            return None
         only = {tests.path: sorted(tests.only) for tests in batch.files if tests.only is not None}
         without = sorted(test_id for tests in batch.files for test_id in tests.without)
         named = set[str]().union(*(tests.named | tests.without | (tests.only or set()) for tests in batch.files))

@@ -18,7 +18,7 @@ from tests.tiers.pool import Report
 from tests.tiers.table import Durations, Ledger, LedgerRow, Tier
 
 PROOF: Final = table.ROOT / "docs" / "proof.md"
-SLICES: Final = ("slice", Tier.MERGE.value, Tier.WEEKLY.value)
+SLICES: Final = (table.SLICE, Tier.MERGE.value, Tier.WEEKLY.value)
 """Runs that have a row for each part."""
 _HEAD: Final = """# Proof
 

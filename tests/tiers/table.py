@@ -17,6 +17,8 @@ DURATIONS: Final = Path(__file__).with_name("durations.json")
 LEDGER: Final = Path(__file__).with_name("ledger.json")
 WORKERS: Final = 3
 """The processes of the pool on two cores: much of their time the tests wait for processes and servers."""
+SLICE: Final = "slice"
+"""What a landing runs of `merge`."""
 SLICE_S: Final = 600
 """How long the slice of a landing may take, with all workers."""
 LONG_S: Final = 5.0

@@ -54,6 +54,20 @@ def test_tests_that_pass_are_a_green_run(planted: Planted) -> None:
     assert planted.run(GOOD) == ({"test_one": "passed", "test_two": "passed"}, True)
 
 
+def test_a_slice_begins_last_and_only_while_there_is_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long, short = tmp_path / "test_long.py", tmp_path / "test_short.py"
+    for file in (long, short):
+        file.write_text(GOOD)
+    batches = [Batch("slice", (FileTests(str(long), 9.0),)), Batch("pr", (FileTests(str(short), 1.0),))]
+    options = ["-p", "no:cacheprovider", f"--rootdir={tmp_path}"]
+    both = Pool(tmp_path / "runs", "", arguments=options).run(batches, workers=1)
+    assert [batch.tier for batch, _ in both] == ["pr", "slice"]
+    late = Pool(tmp_path / "runs", "", arguments=options, slice_within_s=-1.0)
+    ((batch, result),) = late.run(batches, workers=1)
+    assert (batch.tier, result.is_good) == ("pr", True)
+    assert "test_long.py: no time is left, the next landing runs it" in capsys.readouterr().out
+
+
 def test_a_process_that_ends_early_with_status_0_is_red(planted: Planted, capsys: pytest.CaptureFixture[str]) -> None:
     results, good = planted.run(DEADLY)
     assert results == {"test_one": "passed"}
