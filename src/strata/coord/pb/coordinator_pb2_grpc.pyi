@@ -71,7 +71,8 @@ STATUS CODES
 Trailing metadata, all values but the last decimal or lower-case words:
   strata-retry-after-ms   with UNAVAILABLE and RESOURCE_EXHAUSTED: wait this long
   strata-reason           with FAILED_PRECONDITION: `not-registered`, `stale-generation`, `stale-incarnation`, `recover-first`,
-                          `job-finished` or `job-running`;
+                          `lease-lost` (ReportCheckpoint names a lease that is not the worker's any more), `job-finished` or
+                          `job-running`;
                           with NOT_FOUND: `evicted`, `unknown-worker`, `unknown-dataset` or `unknown-job`
   strata-generation       with `stale-generation`: the current one
   strata-leader           with a reply that another process than the leader has forwarded: where the leader is, HOST:PORT. Who was
