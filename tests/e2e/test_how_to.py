@@ -40,8 +40,10 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HuggingFaceDouble]
 def open_folder() -> Iterator[Path]:
     """One that other users may enter: jobs of an agent of root run as another one."""
     with tempfile.TemporaryDirectory(prefix="strata-") as name:
-        folder = Path(name)
-        folder.chmod(0o755)
+        Path(name).chmod(0o755)
+        # A page may write beside its folder.
+        folder = Path(name) / "here"
+        folder.mkdir(mode=0o755)
         yield folder
 
 

@@ -52,7 +52,7 @@ def backup(*, target: Path | None, config: Path | None, data: str | None, databa
     from strata.hub.scheduled_backups import authority_in, choose_target, remove_old
 
     folder, now_s = settings.files, SystemClock().wall_s()
-    scheduled = settings.backups if target is None else None
+    scheduled = settings.scheduled_backups if target is None else None
     if scheduled is not None:
         target = choose_target(scheduled.folder.expanduser(), now_s)
     elif target is None:

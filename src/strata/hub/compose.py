@@ -115,7 +115,7 @@ class Hub:
 @asynccontextmanager
 async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = False) -> AsyncIterator[Hub]:
     """`owner_only` if jobs run as this user, who can read all of the hub: nobody else may submit any."""
-    data, files = settings.data.expanduser(), settings.files
+    data, files, scheduled = settings.data.expanduser(), settings.files, settings.scheduled_backups
     for folder in (data, files):
         require_private_folder(folder, "the hub's files")
     authority = Authority.load_or_create(files / "ca", "hub", clock.wall_s())
@@ -144,7 +144,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
         metrics, writing = MetricHistory(streams), WriteProbe()
 
         def backups() -> HubBackups | None:
-            return survey_backups(settings.backups, clock.wall_s())
+            return survey_backups(scheduled, clock.wall_s())
 
         history = FleetHistory(fleet, metrics, lambda: _disk(files, settings.keep_free_bytes, writing), backups)
         gangs = _gangs(settings.coordinator, clock)

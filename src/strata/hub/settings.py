@@ -189,6 +189,17 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     def socket(self) -> Path:
         return self.data.expanduser().absolute() / SOCKET
 
+    @property
+    def scheduled_backups(self) -> BackupSettings | None:
+        """INVALID on PostgreSQL."""
+        if self.backups is not None and self.database.startswith(("postgresql:", "postgres:")):
+            raise StrataError(
+                Code.INVALID,
+                "hub.backups is for SQLite: a backup of a hub on PostgreSQL does not have its database",
+                hint="remove hub.backups, and let the tools of PostgreSQL make and watch its backups",
+            )
+        return self.backups
+
     def __post_init__(self) -> None:
         if (self.tls.certificate is None) != (self.tls.key is None):
             raise StrataError(Code.INVALID, "hub.tls.certificate and hub.tls.key go together")
@@ -197,12 +208,6 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
                 Code.INVALID,
                 "hub.shared is for several hubs, and a SQLite database serves one",
                 hint="set hub.database to postgresql://…, or remove hub.shared",
-            )
-        if self.backups is not None and self.database.startswith(("postgresql:", "postgres:")):
-            raise StrataError(
-                Code.INVALID,
-                "hub.backups is for SQLite: a backup of a hub on PostgreSQL does not have its database",
-                hint="remove hub.backups, and let the tools of PostgreSQL make and watch its backups",
             )
         try:
             self.proxies  # noqa: B018 (checked when the settings are read)

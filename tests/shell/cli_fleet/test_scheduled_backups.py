@@ -110,7 +110,7 @@ def test_a_folder_that_cannot_be_read_is_no_backup(tmp_path: Path) -> None:
 
 def test_backups_of_a_hub_on_postgres_are_not_scheduled_because_they_lack_its_database(tmp_path: Path) -> None:
     with pytest.raises(StrataError) as refused:
-        HubSettings(database="postgresql://db/strata", backups=BackupSettings(folder=tmp_path))
+        _ = HubSettings(database="postgresql://db/strata", backups=BackupSettings(folder=tmp_path)).scheduled_backups
     assert refused.value.code is Code.INVALID
 
 

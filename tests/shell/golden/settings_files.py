@@ -33,6 +33,7 @@ VALUES: Final[Mapping[str, Any]] = {
     "hub.database": "postgresql://hub@database.example/hub",
     "hub.require_sandbox": {"*": "namespaces", "trusted": "none"},
     "hub.trusted_proxies": ["192.0.2.0/24"],
+    "hub.backups.folder": "/var/backups/hub",
     "hub.coordinator.address": "coordinator.example:7070",
     "hub.webhooks": [
         {"url": "https://events.example/", "secret": MADE_UP, "kinds": ["job.*"], "allow": ["192.0.2.0/24"]}
