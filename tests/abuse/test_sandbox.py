@@ -843,8 +843,8 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagram:
     except OSError:
         print("datagram refused")
 """
-# Runs a job of this test in the network namespace it is started in, with a service of the host on its loopback. Its port
-# is none that the kernel gives: a job in a namespace of its own may get the same one, and reach itself.
+# Runs a job of this test in the network namespace it is started in, with a service of the host on its loopback. The
+# kernel gives that port to nobody: a job in a namespace of its own could get the same one, and reach itself.
 INSIDE = """
 import json, socket, sys
 from tests.abuse.test_sandbox import REACH, a_host
