@@ -1,3 +1,3 @@
 """Strata turns the machines you own into one training service."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
