@@ -160,6 +160,7 @@ remove() {
 }
 
 is_root || die "run this as root: it makes a user and a service"
+take_turn
 if [ -n "$uninstall" ]; then
     remove
     exit 0

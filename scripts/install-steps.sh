@@ -72,6 +72,18 @@ is_root() {
     [ "$(id -u)" -eq 0 ] || [ -n "$dry" ]
 }
 
+# One run of an installer at a time: two would write the same environment. The lock ends with the shell.
+take_turn() {
+    [ -z "$dry" ] && command -v flock >/dev/null || return 0
+    folder=$(dirname "$venv")
+    mkdir -p "$folder"
+    exec 9<"$folder"
+    flock --nonblock 9 || {
+        say "another run installs below $folder; waiting until it ends"
+        flock 9
+    }
+}
+
 check_python() {
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' </dev/null ||
         die "$python is not Python 3.11 or newer; name another one with --python"

@@ -223,6 +223,7 @@ remove() {
 }
 
 check
+take_turn
 if [ -n "$uninstall" ]; then
     remove
     exit 0

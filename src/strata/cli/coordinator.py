@@ -13,6 +13,7 @@ from typing import Final
 import click
 
 from strata.base.errors import Code, StrataError
+from strata.base.failpoint import failpoint
 from strata.cli.fleet.client import hub_client, hub_option
 from strata.cli.options import config_option, configure_log, log_format_option, read_duration
 from strata.cli.output import print_error, redact, write
@@ -234,7 +235,13 @@ def certificate(*, names: tuple[str, ...], out: Path, context: str | None) -> No
         write_file(new[name], content, mode=0o600 if name == "key.pem" else 0o644)
         _keep_owner(files[name], new[name])
     for name, path in files.items():
+        failpoint("cli.coordinator.before_certificate_file")
         new[name].replace(path)
+    # Whoever replaces last sees a mixture, if there is one. A lock would not do: homes on NFS refuse it.
+    if any(path.read_bytes() != contents[name] for name, path in files.items()):
+        raise StrataError(
+            Code.CONFLICT, f"another renewal wrote into {out} at the same time", hint="run the command again"
+        )
     until = datetime.datetime.fromtimestamp(reply.expires_at_s, datetime.UTC).date().isoformat()
     print_error(f"strata coordinator: certificate for {', '.join(reply.names)}, valid until {until}")
     print_error(

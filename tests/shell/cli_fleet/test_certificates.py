@@ -14,7 +14,9 @@ import pytest
 import strata.coord.worker as strata
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
+from strata.base.failpoint import arm
 from strata.cli.exit_codes import ExitCode
+from strata.cli.main import run
 from strata.identity.ca import Authority
 from tests.shell.cli_fleet.driving import Person, Said
 from tests.shell.coord.running import STRATA
@@ -70,6 +72,28 @@ def test_a_refused_request_and_files_of_another_origin_leave_a_folder_as_it_was(
     done = issue(person, out, "coordinator.example")
     assert (done.status, "is not of this hub's authority" in done.err) == (ExitCode.FAILED, True)
     assert contents(out) == {"key.pem": b"the key of something else"}
+
+
+@pytest.mark.parametrize("replaced", range(3))
+def test_of_two_renewals_at_once_the_one_that_left_a_mixture_fails(
+    person: Person, tmp_path: Path, replaced: int
+) -> None:
+    out = tmp_path / "tls"
+    words = ("coordinator", "certificate", "--name", "coordinator.example", "--out", str(out))
+    others: list[dict[str, bytes]] = []
+
+    def renew_meanwhile(_: str) -> None:
+        assert run(words) == ExitCode.OK
+        others.append(contents(out))
+
+    # When the first renewal has replaced so many of its three files.
+    arm("cli.coordinator.before_certificate_file", renew_meanwhile, skip=replaced)
+    done = issue(person, out, "coordinator.example")
+    mixed = contents(out)["key.pem"] == others[0]["key.pem"]
+    assert mixed == (replaced == 2), "the certificate is the last file"
+    assert done.status == (ExitCode.FAILED if mixed else ExitCode.OK), done.err
+    assert ("another renewal wrote into" in done.err) == mixed
+    assert issue(person, out, "coordinator.example").status == ExitCode.OK
 
 
 @asynccontextmanager

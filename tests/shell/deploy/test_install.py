@@ -5,6 +5,7 @@ The package comes as a wheel of this tree, and what it needs from the package in
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shlex
@@ -290,6 +291,23 @@ def test_it_installs_for_one_person_without_users_and_services(
     assert installation.removes("--prefix", str(prefix)).returncode == 0
     assert not (prefix / "opt" / "strata-agent").exists()
     eventually(lambda: operator.says("workers", "-o", "json").value[0]["state"] == "left")
+
+
+def test_a_run_waits_until_another_one_ends(tmp_path: Path) -> None:
+    folder = tmp_path / "opt"
+    folder.mkdir()
+    lock = os.open(folder, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    command = ["sh", str(SCRIPT), "--uninstall", "--prefix", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as second:
+        assert second.stderr is not None
+        assert second.stderr.readline() == (
+            f"install-training-worker: another run installs below {folder}; waiting until it ends\n"
+        )
+        assert second.poll() is None
+        os.close(lock)
+        assert second.stderr.read() == "install-training-worker: the agent is removed\n"
+    assert second.returncode == 0
 
 
 def test_the_scripts_have_no_finding_of_shellcheck() -> None:
