@@ -13,6 +13,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.loopback import is_loopback_address
 from strata.base.settings import Secret
 from strata.coord.core.job_config import JobConfig
+from strata.database.address import is_postgres
 
 SECTION: Final = "coordinator"
 
@@ -84,7 +85,7 @@ def check_partitioned(settings: CoordinatorSettings) -> None:
     """Reject settings with which several processes cannot share the jobs."""
     if settings.partitions == 1:
         return
-    if not settings.database.startswith(("postgresql:", "postgres:")):
+    if not is_postgres(settings.database):
         raise StrataError(
             Code.INVALID,
             f"{settings.partitions} partitions need PostgreSQL: one process alone can use a SQLite database",

@@ -286,18 +286,6 @@ def _prepare(db: sqlite3.Connection, path: Path, schema: SqliteSchema, *, create
     db.execute("COMMIT")
 
 
-def sqlite_file(database: str) -> Path:
-    """The file that `sqlite:PATH` or a bare path names; INVALID for any other database."""
-    scheme, separator, rest = database.partition(":")
-    if "://" in database or not database:
-        raise StrataError(
-            Code.INVALID,
-            f"{scheme + '://…' if scheme else 'nothing'} is not a database Strata knows",
-            hint="use sqlite:PATH or postgresql://USER@HOST/NAME",
-        )
-    return Path(rest if scheme == "sqlite" and separator else database)
-
-
 def is_empty(db: sqlite3.Connection) -> bool:
     return db.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone() is None
 

@@ -40,6 +40,7 @@ from strata.base.digest import file_digest
 from strata.base.errors import Code, StrataError
 from strata.base.private import require_private_folder
 from strata.base.progress import ReportProgress, no_progress
+from strata.database.address import is_postgres
 from strata.database.migrations import SqliteComponents, upgrade_postgres
 from strata.database.online_backup import FOLDER, request_backup
 from strata.database.sqlite import SqliteThread
@@ -52,7 +53,6 @@ from strata.hub.secret_store import KEY_FILE
 from strata.hub.tables import (
     SQLITE,
     ReadOnlySchema,
-    is_postgres,
     postgres_components,
     postgres_connections,
     upgrade_existing,

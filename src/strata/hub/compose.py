@@ -27,6 +27,7 @@ from strata.base.private import private_folder, require_private_folder
 from strata.base.secret import Secret, read_secret
 from strata.base.unix_socket import format_unix_address
 from strata.coord.server.tokens import Claims, TokenRole, Tokens
+from strata.database.address import is_postgres
 from strata.database.online_backup import FOLDER, INTERVAL_S, OnlineBackup
 from strata.fleet.artifacts.disk import DiskChunks
 from strata.fleet.artifacts.maintenance import apply_retention, collect_garbage, scrub
@@ -62,7 +63,7 @@ from strata.hub.secret_store import KEY_FILE, SecretVault, load_key
 from strata.hub.settings import BucketSettings, GangCoordinatorSettings, HubSettings
 from strata.hub.subscriptions import AppriseSender, SubscriptionDispatcher, SubscriptionStore
 from strata.hub.sweeps import DeclaredSweeps, SweepRunner
-from strata.hub.tables import Tables, is_postgres, open_tables
+from strata.hub.tables import Tables, open_tables
 from strata.hub.webhooks import WebhookDispatcher
 from strata.identity.authenticate import Authenticator
 from strata.identity.ca import Authority, HubClientCertificate, ServerCertificate, own_names

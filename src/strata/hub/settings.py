@@ -13,6 +13,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.base.loopback import is_loopback_address
 from strata.base.settings import Secret
+from strata.database.address import is_postgres
 from strata.fleet.artifacts.retention import RetentionPolicy
 from strata.fleet.core.lease import LEASE_S
 from strata.fleet.core.requirement import SandboxLevel
@@ -192,7 +193,7 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def scheduled_backups(self) -> BackupSettings | None:
         """INVALID on PostgreSQL."""
-        if self.backups is not None and self.database.startswith(("postgresql:", "postgres:")):
+        if self.backups is not None and is_postgres(self.database):
             raise StrataError(
                 Code.INVALID,
                 "hub.backups is for SQLite: a backup of a hub on PostgreSQL does not have its database",
@@ -203,7 +204,7 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if (self.tls.certificate is None) != (self.tls.key is None):
             raise StrataError(Code.INVALID, "hub.tls.certificate and hub.tls.key go together")
-        if self.shared is not None and not self.database.startswith(("postgresql:", "postgres:")):
+        if self.shared is not None and not is_postgres(self.database):
             raise StrataError(
                 Code.INVALID,
                 "hub.shared is for several hubs, and a SQLite database serves one",

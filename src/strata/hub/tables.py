@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Final
 
 from strata.base.errors import Code, StrataError
 from strata.database import events
+from strata.database.address import is_postgres, sqlite_file
 from strata.database.migrations import Component, SqliteComponents, read_seal, upgrade_postgres
-from strata.database.sqlite import SqliteThread, sqlite_file
+from strata.database.sqlite import SqliteThread
 from strata.database.transaction import Database, PostgresDatabase, SqliteDatabase
 from strata.fleet.artifacts import tables as artifact_tables
 from strata.fleet.artifacts.index import ArtifactIndex
@@ -114,11 +115,6 @@ def _tables_on(database: Database, fleet: Store, copy: Callable[[Path, float], A
         newest_event=partial(events.newest, database),
         copy=copy,
     )
-
-
-def is_postgres(database: str) -> bool:
-    scheme, separator, _ = database.partition(":")
-    return scheme in ("postgresql", "postgres") and bool(separator)
 
 
 def postgres_components() -> Sequence[Component]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from strata.base.clock import Clock
-from strata.database.sqlite import sqlite_file
+from strata.database.address import is_postgres, sqlite_file
 from strata.journal.port import Journal
 
 
@@ -13,7 +13,7 @@ async def open_journal(database: str, clock: Clock, *, create: bool = True, conn
 
     Each adapter is imported only when it is needed: a base install has no database driver.
     """
-    if database.startswith(("postgresql:", "postgres:")):
+    if is_postgres(database):
         from strata.journal.postgres import PostgresJournal
 
         return await PostgresJournal.open(database, clock, create=create, connections=connections)

@@ -14,6 +14,7 @@ from strata.base.atomic import write_file
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.database import events
+from strata.database.address import is_postgres
 from strata.database.migrations import SqliteComponents, upgrade_postgres
 from strata.database.sqlite import SqliteThread
 from strata.database.transaction import PostgresDatabase, SqliteDatabase
@@ -30,8 +31,8 @@ CALL_S: Final = 5.0
 @asynccontextmanager
 async def open_key_database(database: str, *, shared: bool = False) -> AsyncIterator[IdentityStore]:
     """`shared` if there are several API servers: otherwise a SQLite file is locked by one process."""
-    scheme, separator, rest = database.partition(":")
-    if scheme in ("postgresql", "postgres") and separator:
+    scheme, _, rest = database.partition(":")
+    if is_postgres(database):
         async with _open_postgres(database) as store:
             yield store
     elif scheme == "sqlite" and "://" not in database:

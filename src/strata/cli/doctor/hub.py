@@ -144,10 +144,11 @@ def check_database(settings: HubSettings, folder: Path) -> DoctorFinding:
     import asyncio
 
     from strata.cli.output import redact
+    from strata.database.address import is_postgres
     from strata.hub import tables
 
     try:
-        if tables.is_postgres(settings.database):
+        if is_postgres(settings.database):
             components = tables.postgres_components()
             versions = asyncio.run(tables.postgres_versions(settings.database))
             where = redact(settings.database)
