@@ -197,6 +197,8 @@ def check_contents() -> str:
         raise ReleaseError(f"the wheel holds what is not the package: {strange}")
     if not any(name.endswith("/licenses/LICENSE") for name in names) or "strata/py.typed" not in names:
         raise ReleaseError("the wheel lacks its licence or py.typed")
+    if "strata/documents/docs/index.md" not in names:
+        raise ReleaseError("the wheel lacks the documents that the dashboard shows")
     return f"{len(names)} files, all of the package, with licence and py.typed"
 
 

@@ -22,6 +22,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from strata.web.documents import DocumentPages, find_documents
 from tests.e2e.blocks import play, problems
 from tests.e2e.machines import ROOT, build_wheel
 
@@ -99,6 +100,15 @@ def test_the_base_install_is_small_and_has_no_engine(base: Install) -> None:
     assert "strata-train" in base.distributions
     assert len(base.distributions) <= MOST_DISTRIBUTIONS
     assert not {name for name in base.distributions if name.split("-")[0] in ABSENT}
+
+
+def test_the_wheel_has_the_documents_that_the_dashboard_shows(base: Install) -> None:
+    package = checked(base.programs / "python", "-c", "import strata; print(strata.__path__[0])").strip()
+    installed, here = DocumentPages(Path(package) / "documents"), find_documents()
+    assert installed.paths == here.paths
+    # All but the first include other files.
+    for path in ("index.md", "architecture.md", "changelog.md", "starts.md"):
+        assert installed.page(path) == here.page(path)
 
 
 def subcommands(help_text: str) -> list[str]:

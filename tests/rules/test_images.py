@@ -76,7 +76,8 @@ def test_only_the_lock_the_wheel_and_environments_of_it_are_copied() -> None:
     copied = {line for name in stages() for line in lines(name, "COPY")}
     assert copied == {
         "constraints.txt constraints-agent.txt ./",
-        "pyproject.toml README.md LICENSE ./",
+        "pyproject.toml hatch_build.py ARCHITECTURE.md CHANGELOG.md README.md LICENSE ./",
+        "docs docs",
         "src src",
         "scripts/install_locked.py scripts/",
         *(f"--from={target}-packages /opt/strata /opt/strata" for target in TARGETS),

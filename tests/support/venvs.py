@@ -12,7 +12,7 @@ def cached_venv(name: str, packages: Sequence[str], unwanted: Sequence[str] = ()
     """The folder with the programs of a venv that has these packages, and those in `bare` without what they require."""
     folder = Path("~/.cache/strata-tests").expanduser() / name
     if not (folder / "complete").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, timeout=120)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, timeout=600)
         pip = [str(folder / "bin" / "python"), "-m", "pip"]
         done = subprocess.run(
             [*pip, "install", "--quiet", *packages], check=False, timeout=1500, capture_output=True, text=True

@@ -18,6 +18,7 @@ IRREGULAR: Final[Mapping[str, str]] = {
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",
+    "markdown_it": "markdown-it-py",
     "opentelemetry.exporter": "opentelemetry-exporter-otlp-proto-http",
     "opentelemetry.sdk": "opentelemetry-sdk",
     "yaml": "pyyaml",

@@ -18,6 +18,7 @@ from strata.http.root import CALLER
 from strata.http.route import Route
 from strata.web.api import Api
 from strata.web.assets import Assets
+from strata.web.documents import BASE, HOME, document_routes, find_documents
 from strata.web.live import LiveTopics
 from strata.web.page import SECURITY_HEADERS, FragmentCache, NavEntry, PageAuthenticator, ProjectList, Site, to_route
 from strata.web.pages import (
@@ -65,6 +66,7 @@ NAVIGATION: Final = (
     NavEntry(path="/artifacts", name="Artifacts", icon="artifacts"),
     NavEntry(path="/events", name="Events", icon="events"),
     NavEntry(path="/people", name="People", icon="people"),
+    NavEntry(path=BASE + HOME, name="Documents", icon="documents"),
 )
 """The rail; entries whose page a server does not have are left out."""
 
@@ -82,7 +84,10 @@ def build_pages(  # noqa: PLR0913 (what a server gives its dashboard)
 ) -> BrowserPages:
     """Builds the pages of a server. `server_id` tells the cookies of servers on one machine apart."""
     assets = Assets()
+    documents = find_documents()
     declared: list[Route] = [route for module in pages for route in module.ROUTES]
+    served = {route.path for route in declared} | {BASE + path for path in documents.paths}
+    environment = make_environment({"asset": assets.url, "documents": BASE + HOME if documents.paths else ""})
     site = Site(
         api=api,
         clock=clock,
@@ -91,8 +96,8 @@ def build_pages(  # noqa: PLR0913 (what a server gives its dashboard)
         cookie=SessionCookie(server_id, tls=tls),
         assets=assets,
         live=live,
-        environment=make_environment({"asset": assets.url}),
-        navigation=[entry for entry in NAVIGATION if entry.path in {route.path for route in declared}],
+        environment=environment,
+        navigation=[entry for entry in NAVIGATION if entry.path in served],
         tls=tls,
         fragments=FragmentCache(clock, live),
         projects=ProjectList(clock),
@@ -104,6 +109,7 @@ def build_pages(  # noqa: PLR0913 (what a server gives its dashboard)
     routes = [
         *(to_route(route, site) for route in declared),
         *login.login_routes(site),
+        *document_routes(documents, environment, SECURITY_HEADERS),
         *live.routes(),
         *assets.routes(),
     ]
