@@ -28,7 +28,7 @@ FOLDER: Final = ROOT / "docs" / "how-to"
 REASON: Final = re.compile(r"(?m)^Not run by the tests: \S.*$")
 RUN_BY: Final = re.compile(r"(?m)^The blocks of this page are run by `(tests/\S+\.py)`")
 SERVERS: Final[Mapping[str, str]] = {
-    r"strata serve \S+\.toml": TRAINING_SERVER,
+    r"strata serve (\S+\.toml|model)": TRAINING_SERVER,
     r"strata up": "strata up: ready",
     r"strata hub": "listening on ",
     r"strata agent": "host_registered",

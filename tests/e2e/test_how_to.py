@@ -42,7 +42,7 @@ def open_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="strata-") as name:
         Path(name).chmod(0o755)
         # A page may write beside its folder.
-        folder = Path(name) / "here"
+        folder = Path(name) / "new"
         folder.mkdir(mode=0o755)
         yield folder
 
