@@ -18,6 +18,7 @@ from soak.fleet_hub import postgres as hub_postgres
 from soak.fleet_hub import two_hubs
 from soak.mixed import kill as mixed_kill
 from soak.train import kill as train_kill
+from soak.train import noise as train_noise
 from soak.trials import CampaignRequest, CampaignResult, OnProgress
 from tests.sim.coord import epochs, lineage
 from tests.sim.register import scenario as register
@@ -108,6 +109,7 @@ REAL: Final = {
     "fleet-agent-zombie": Real(agent_zombie.run, times=100, workers=2),
     "train-kill": Real(train_kill.run, times=120, workers=3),
     "train-kill-mesh": Real(train_kill.run_on_meshes, times=40, workers=3),
+    "train-noise": Real(train_noise.run, times=40, workers=1),
     "mixed-kill": Real(mixed_kill.run, times=60, workers=3),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,11 +88,28 @@ def _compare_notes(server: ServeProcess, told: Counter[str], outcome: Outcome) -
         outcome.problems.append(f"the ranks did not do once: {wrong[:3]}")
 
 
-def compare_results(place: int, disturbed: dict[int, Any], calm: dict[int, Any], outcome: Outcome) -> None:
-    differing = [number for number, result in disturbed.items() if result != calm.get(number)]
+def compare_results(
+    place: int, disturbed: dict[int, Any], calm: dict[int, Any], outcome: Outcome, *, metrics_within: float = 0.0
+) -> None:
+    """Results are equal; their metrics may differ by this part of them."""
+    differing = [
+        number for number, result in disturbed.items() if not _is_equal(result, calm.get(number), metrics_within)
+    ]
     if differing or len(disturbed) != len(calm):
         problem = f"model {place}: operation {min(differing, default=0)} differs from the one done in peace"
         outcome.problems.append(problem)
     failed = [number for number, result in disturbed.items() if "error" in result]
     if failed:
         outcome.problems.append(f"model {place}: operation {failed[0]} failed: {disturbed[failed[0]]}")
+
+
+def _is_equal(result: Any, other: Any, metrics_within: float) -> bool:
+    if not metrics_within or not isinstance(result, dict) or not isinstance(other, dict):
+        return bool(result == other)
+    own, their = result.get("metrics") or {}, other.get("metrics") or {}
+    rest = [{name: value for name, value in each.items() if name != "metrics"} for each in (result, other)]
+    return (
+        rest[0] == rest[1]
+        and own.keys() == their.keys()
+        and all(math.isclose(own[name], their[name], rel_tol=metrics_within) for name in own)
+    )

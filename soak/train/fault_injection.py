@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Final
 
+from soak.train.noisy_kernels import add_noise
 from strata.base import failpoint
 from strata.base.settings import process_environment
 
@@ -92,6 +93,7 @@ def watch(folder: str) -> None:
     # A fork has no thread but the one that forked: ranks are forked.
     if PARENT_OF_RANKS in sys.orig_argv:
         os.register_at_fork(after_in_child=watcher.start)
+        os.register_at_fork(after_in_child=lambda: add_noise(Path(folder)))
 
 
 class _Watcher:

@@ -63,6 +63,8 @@ class ServeOptions:
     """Operations of several models in one pass."""
     more: str = ""
     """Settings."""
+    ranks: str = ""
+    """Settings of the ranks."""
     mesh: str = ""
     """The settings of a mesh of four ranks, on which the base is; without it two ranks have all of it."""
     armed: bool = False
@@ -97,7 +99,7 @@ class ServeProcess:
         self._file.write_text(
             f'[server]\ndata = "{folder}/d"\nport = {port}\npoll_s = 2.0\nlease_s = 1.0\n'
             f'[model]\npath = "{model}"\nname = "tiny"\nslots = 64\nmax_lora_rank = 8\n{base}\n'
-            f'[ranks]\nnproc = {nproc}\nbackend = "gloo"\nmode = "{mode}"\n'
+            f'[ranks]\nnproc = {nproc}\nbackend = "gloo"\nmode = "{mode}"\n{options.ranks}\n'
             # Without packing nothing depends on who came when, and results can be compared bit by bit.
             f"[limits]\npack_tenants = {str(options.packed).lower()}\n[snapshots]\n{snapshots}\n{options.more}"
             f"\n[parallel]\n{options.mesh}\n",
@@ -169,6 +171,10 @@ class ServeProcess:
     @property
     def key(self) -> str:
         return (self.settings.data / "api.key").read_text(encoding="utf-8").strip()
+
+    @property
+    def settings_file(self) -> Path:
+        return self._file
 
     @property
     def applied_file(self) -> Path:

@@ -203,6 +203,7 @@ ATTACKS: Final[Mapping[str, Sequence[Attempt]]] = {
         get("rollouts?model={model}"),
         get("rollouts/{future}"),
         ("POST", "/api/v1/training_runs/{model}/curves", lambda _: {"values": {"reward": 1.0}}),
+        ("POST", "/api/v1/training_runs/{model}/replay", lambda _: {"action": "accept"}),
     ],
     "publish the checkpoint": [
         ("POST", f"/api/v1/{CHECKPOINT}/publish", nothing),
@@ -236,7 +237,10 @@ ELSEWHERE: Final = frozenset(
         "/api/v1/save_weights_external",
     }
 )
-NOT_DONE: Final = {"weights.remove": (404, "the attempt before it has deleted the only checkpoint")}
+NOT_DONE: Final = {
+    "weights.remove": (404, "the attempt before it has deleted the only checkpoint"),
+    "runs.resolve": (422, "no replay has stopped the model"),
+}
 """What its owner may do, and cannot."""
 NO_TENANT: Final = frozenset(
     {

@@ -593,9 +593,10 @@ def test_tags_of_facts_stay_and_those_of_earlier_versions_are_refused_by_name() 
     assert tags == {
         "checkpoint_deleted", "checkpoint_imported", "checkpoint_published", "checkpoint_ttl_set",
         "custom_loss_created", "dispatch_failed", "dispatched", "endpoint_added", "endpoint_removed",
-        "operation_accepted", "operation_finished", "push_begun", "push_ended", "ranks_renewed", "results_expired",
-        "sample_returned", "sample_routed", "session_finished", "session_opened", "sessions_forgotten",
-        "slice_ended", "snapshot_abandoned", "snapshot_committed", "snapshot_copied", "snapshot_rejected",
+        "operation_accepted", "operation_finished", "push_begun", "push_ended", "ranks_renewed", "replay_accepted",
+        "replay_compared", "results_expired", "sample_returned", "sample_routed", "session_finished", "session_opened",
+        "sessions_forgotten", "slice_ended", "snapshot_abandoned", "snapshot_committed", "snapshot_copied",
+        "snapshot_rejected",
     }  # fmt: skip
     assert not tags & facts.REMOVED_TAGS
     machine = Server().machine

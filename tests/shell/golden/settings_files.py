@@ -60,6 +60,7 @@ VALUES: Final[Mapping[str, Any]] = {
     "checkpoints.endpoint": "https://store.example",
     "inference.allow": ["http://192.0.2.1:8000"],
     "inference.keys": {"http://192.0.2.1:8000": "engine.key"},
+    "inference.devices": ["2", "3"],
     "inference.environment": {"VLLM_LOGGING_LEVEL": "DEBUG"},
 }
 """Of settings whose values have a form of their own."""

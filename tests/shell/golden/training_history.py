@@ -19,6 +19,7 @@ from strata.train.core.client_commands import (
     OpenSession,
     PublishCheckpoint,
     RemoveEndpoint,
+    ResolveReplay,
     SetCheckpointTtl,
     SubmitOperation,
 )
@@ -26,6 +27,7 @@ from strata.train.core.commands import SnapshotWritten
 from strata.train.core.inputs import (
     ClientCommand,
     CommitSnapshot,
+    CompareReplay,
     CompleteDispatch,
     CompletePush,
     CompleteRouted,
@@ -41,6 +43,7 @@ from strata.train.core.inputs import (
     RouteSamples,
 )
 from strata.train.core.loss_graph import CustomLoss, LossGraph, LossInput, LossNode
+from strata.train.core.replay_differences import RankNumerics, ReplayDifferences
 from strata.train.core.sampling import SampleOperation, SampleParams
 from strata.train.core.state import Dispatch
 from tests.core.train.servers import LORA, TENANT, Server, forward_backward, step
@@ -164,6 +167,7 @@ def training_history() -> list[list[bytes]]:
     history.submit(step(model, _next(history, model)))
     assert history.dispatch() is not None
     history.submit(forward_backward(model, _next(history, model), (2, 3)))
+    _compare(history, model)
     return history.batches
 
 
@@ -268,12 +272,25 @@ def _lose_ranks(history: History, model: str) -> None:
     dispatch = history.dispatch()
     assert dispatch is not None
     history.give_up(dispatch.number, "the ranks died of it twice")
-    history.ask(RanksAttached("group-2"))
+    history.ask(RanksAttached("group-2", RankNumerics("2 ranks", "float32", deterministic=True)))
+    for action in ("accept", "roll_back"):
+        _compare(history, model)
+        history.command(ResolveReplay(model, action))
+        history.run()
+        history.submit(step(model, _next(history, model)))
+        history.run()
     for operation in (ops.Sleep(), ops.Wake()):
         history.submit(operation)
         history.run()
     history.submit(step(model, _next(history, model)))
     history.run()
+
+
+def _compare(history: History, model: str) -> None:
+    """A replay differed: the model is stopped."""
+    last = history.state.dispatched
+    found = ReplayDifferences(2, 1, 0.5, 0.25, 0.125, above=last, stops_at=last)
+    history.ask(CompareReplay("group-2", last, {model: found}, history.now_s))
 
 
 def _end_sessions(history: History) -> None:

@@ -11,13 +11,15 @@ import pytest
 from strata.base.errors import Code, StrataError
 from strata.base.private import require_private_folder
 from strata.train.launch.launcher import lock_folder, run_launcher
-from strata.train.settings import ServerSettings, load_settings
+from strata.train.plan.defaults import ResolvedSettings, resolve_settings
+from strata.train.plan.devices import Hardware
+from strata.train.settings import load_settings
 
 
-def configured(folder: Path) -> tuple[ServerSettings, Path]:
+def configured(folder: Path) -> tuple[ResolvedSettings, Path]:
     file = folder / "server.toml"
     file.write_text(f'[server]\ndata = "{folder}/d"\n[model]\npath = "{folder}/m"\n', encoding="utf-8")
-    return load_settings(file, environ={}), file
+    return resolve_settings(load_settings(file, environ={}), Hardware(), None), file
 
 
 def refusal(folder: Path) -> StrataError:

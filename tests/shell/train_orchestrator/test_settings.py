@@ -16,13 +16,14 @@ from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.train.launch.launcher import Launcher, api_server_command, orchestrator_command, rank_command
 from strata.train.launch.preflight import (
-    available_bytes,
     check_memory,
     check_mesh,
     report_experimental_features,
 )
 from strata.train.link.sockets import connect, listen
 from strata.train.orchestrator.orchestrator import rules_of
+from strata.train.plan.defaults import ResolvedSettings, resolve_settings
+from strata.train.plan.devices import Hardware, available_memory
 from strata.train.plan.model_cost import MemoryEstimate, estimate
 from strata.train.plan.model_files import ModelFiles
 from strata.train.settings import ServerSettings, load_settings
@@ -36,6 +37,10 @@ def written(folder: Path, text: str) -> Path:
     return file
 
 
+def on_cpus(settings: ServerSettings) -> ResolvedSettings:
+    return resolve_settings(settings, Hardware(memory_bytes=available_memory()), None)
+
+
 def test_a_file_with_only_a_model_is_a_server_on_loopback_with_everything_in_one_folder(tmp_path: Path) -> None:
     file = written(tmp_path, f'[server]\ndata = "{tmp_path}"\n[model]\npath = "/models/tiny-1"')
     settings = load_settings(file, environ={})
@@ -46,7 +51,7 @@ def test_a_file_with_only_a_model_is_a_server_on_loopback_with_everything_in_one
     assert rules_of(settings).base_models == ("tiny-1", "/models/tiny-1")
     assert rules_of(settings).tenant_quota == settings.limits.max_pending_requests // 2
     assert rules_of(settings).max_models_per_tenant == settings.model.max_models // 2
-    assert rules_of(settings).fairness_quantum_tokens == settings.model.max_tokens_per_row
+    assert rules_of(settings).fairness_quantum_tokens == rules_of(settings).max_tokens_per_row == 4096
     assert settings.database == f"sqlite:{tmp_path}/journal.db"
     assert settings.stream == "train/default"
     assert settings.requests == f"ipc://{tmp_path}/run/requests"
@@ -108,7 +113,7 @@ def test_no_process_sees_a_secret_it_has_no_use_for(tmp_path: Path) -> None:
         "STRATA_SERVER_DATABASE": f"postgresql://u:{secret}@h/d",
         "STRATA_SERVER_IDENTITY_DATABASE": f"postgresql://u:{secret}@h/i",
     }
-    ranks = rank_command(settings, file, environment)
+    ranks = rank_command(on_cpus(settings), file, environment)
     assert secret not in repr(ranks)
     orchestrator = orchestrator_command(file, "holder", environment)
     assert set(orchestrator.environment) == {"PATH", "STRATA_SERVER_DATABASE"}
@@ -235,7 +240,7 @@ def test_a_model_that_cannot_fit_is_refused_before_anything_starts(tmp_path: Pat
     file = written(tmp_path, f'[model]\npath = "{tmp_path}"\n[ranks]\nbackend = "gloo"\nnproc = 4')
     settings = load_settings(file, environ={})
     with pytest.raises(StrataError, match=r"needs 5e\+04 GB on each of 4 ranks, and each has \d") as refused:
-        check_memory(settings)
+        check_memory(on_cpus(settings))
     assert refused.value.code is Code.INVALID
 
 
@@ -249,23 +254,8 @@ def test_a_model_that_fits_and_one_that_is_elsewhere_pass(tmp_path: Path) -> Non
     model_in(tmp_path)
     for path in (tmp_path, Path("some/hub-id")):
         settings = load_settings(written(tmp_path, f'[model]\npath = "{path}"\n[ranks]\nbackend = "gloo"'), environ={})
-        assert (available_bytes(settings) or 0) > 0
-        check_memory(settings)
-
-
-def test_the_memory_of_devices_that_are_not_shown_to_the_ranks_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As `nvidia-smi` answers: of all devices, or of those that `--id` names."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text('#!/bin/sh\ncase "$*" in *--id=1,2*) printf "20\\n30\\n";; *) printf "10\\n20\\n30\\n";; esac\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    settings = load_settings(written(tmp_path, '[model]\npath = "m"\n[ranks]\nnproc = 2'), environ={})
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert available_bytes(settings) == 10 << 20
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
-    assert available_bytes(settings) == 20 << 20
+        assert (on_cpus(settings).rank_bytes or 0) > 0
+        check_memory(on_cpus(settings))
 
 
 # Before the model is loaded
@@ -274,7 +264,7 @@ def test_the_memory_of_devices_that_are_not_shown_to_the_ranks_does_not_count(
 def refusal(tmp_path: Path, text: str) -> StrataError:
     """Of `strata serve`, which has started nothing by then."""
     settings = load_settings(written(tmp_path, text), environ={})
-    launcher = Launcher(settings, tmp_path / "strata.toml", {}, SystemClock())
+    launcher = Launcher(on_cpus(settings), tmp_path / "strata.toml", {}, SystemClock())
 
     async def run() -> None:
         await launcher.run(asyncio.Event(), lambda _: None)
@@ -344,7 +334,7 @@ def test_a_server_logs_what_is_experimental_alone_or_with_its_model(
         ("[parallel]\ncontext = 2\n", ["parallel.context"]),
     ):
         caplog.clear()
-        report_experimental_features(load_settings(written(tmp_path, start + text), environ={}))
+        report_experimental_features(on_cpus(load_settings(written(tmp_path, start + text), environ={})))
         lines = [record for record in caplog.records if record.getMessage() == "experimental_feature"]
         assert [record.__dict__["fields"]["name"] for record in lines] == names
 

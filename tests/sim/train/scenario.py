@@ -159,7 +159,7 @@ class Scenario:
         self.world = TrainWorld(seed, faults, keep_trace=keep_trace)
         self.settings = settings_for(self.plan)
         rules = rules_of(self.settings)
-        self.audit = Audit(self.world, rules, self.settings.ranks.nproc)
+        self.audit = Audit(self.world, rules, self.settings.by_device.nproc)
         self.expected = ExpectedState(self.world, self.audit, self.settings, 2 * faults.clock_offset_s)
         self.journal = audited(self.audit)
         self.disk: dict[str, bytes] = {}

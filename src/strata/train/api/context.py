@@ -116,6 +116,14 @@ class ApiCall(HttpCall[ApiContext]):
         """The response to a command or a query that does not wait."""
         return _expect(await self._exchange(message, 0.0), kind)
 
+    async def resolve_replay(self, command: client_commands.ResolveReplay) -> client_commands.Accepted | None:
+        """Returns the load of a roll back, when it is accepted; None: the new numbers are."""
+        output = await self._exchange(command, 0.0)
+        if isinstance(output, client_commands.Accepted):
+            return output
+        _expect(output, client_commands.Done)
+        return None
+
     async def watch(self, future_id: str, wait_s: float) -> views.FutureResult | views.QueuePosition:
         """The result of an operation, or where it stands when the time is over."""
         output = await self._exchange(queries.WatchFuture(future_id, wait_s), wait_s)

@@ -164,6 +164,13 @@ async def report(call: ApiCall, body: bodies.ReportBody) -> None:
     await call.request(queries.ReportMetrics(call.path["run_id"], body.seq_id, body.values), client_commands.Done)
 
 
+async def resolve(call: ApiCall, body: bodies.ResolveBody) -> replies.ResolvedReply:
+    """Resume a stopped model: accept the numbers of the replay that differed, or load its last checkpoint"""
+    request = client_commands.ResolveReplay(call.path["run_id"], body.action, _sees_all_tenants(call))
+    accepted = await call.resolve_replay(request)
+    return replies.ResolvedReply(request_id="" if accepted is None else accepted.future_id)
+
+
 async def timeline(call: ApiCall) -> TimelineReply:
     """Returns when an operation was where: held, queued, packed, at the ranks; 410 once that is not kept any longer"""
     request = queries.DescribeTimeline(call.path["request_id"])
@@ -204,6 +211,15 @@ ROUTES = (
         4 * KIB,
         owner="tenant",
         operation="status.report",
+    ),
+    Route(
+        "POST",
+        "/api/v1/training_runs/{run_id}/replay",
+        RESEARCHER,
+        resolve,
+        KIB,
+        owner="tenant",
+        operation="runs.resolve",
     ),
     Route("GET", "/api/v1/rollouts", VIEWER, rollouts, KIB, operation="rollouts.list"),
     Route("GET", "/api/v1/rollouts/{rollout_id}", VIEWER, rollout, KIB, operation="rollouts.show"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from strata.train.core import checkpoint_retention, lineage, ops, out_of_memory, publishing, snapshots
+from strata.train.core import checkpoint_retention, lineage, ops, out_of_memory, publishing, replay_stops, snapshots
 from strata.train.core.facts import (
     CheckpointDeleted,
     CheckpointImported,
@@ -21,6 +21,8 @@ from strata.train.core.facts import (
     PushBegun,
     PushEnded,
     RanksRenewed,
+    ReplayAccepted,
+    ReplayCompared,
     ResultsExpired,
     SampleReturned,
     SampleRouted,
@@ -78,7 +80,9 @@ def apply(state: TrainState, fact: Fact) -> None:  # noqa: C901, PLR0912 - one a
         case SnapshotCopied() | SnapshotAbandoned() | SnapshotCommitted() | SnapshotRejected():
             snapshots.apply(state, fact)
         case RanksRenewed():
-            _attach_ranks(state, fact.group)
+            _attach_ranks(state, fact)
+        case ReplayCompared() | ReplayAccepted():
+            replay_stops.apply(state, fact)
         case DispatchFailed():
             _fail_dispatch(state, fact)
         case CheckpointDeleted() | CheckpointTtlSet() | CheckpointImported() | CheckpointPublished():
@@ -200,8 +204,8 @@ def _dispatch_operation(state: TrainState, fact: Dispatched, future_id: str) -> 
             pass
 
 
-def _attach_ranks(state: TrainState, group: str) -> None:
-    state.group, state.tainted = group, False
+def _attach_ranks(state: TrainState, fact: RanksRenewed) -> None:
+    state.group, state.numerics, state.tainted = fact.group, fact.numerics, False
     snapshots.abandon_unfinished(state)
     state.cancelled_samples.clear()
     for number in [each.number for each in state.dispatches.values() if each.slice is not None]:
@@ -229,6 +233,8 @@ def _finish(state: TrainState, future_id: str, result: ops.Result, at_s: float, 
         case ops.SaveWeights() if future.number:
             saved_at_s = None if isinstance(result, ops.Failed) else at_s
             checkpoint_retention.end_save(state, operation, future.number, saved_at_s)
+        case ops.LoadWeights() if operation.rollback and not isinstance(result, ops.Failed):
+            replay_stops.end_rollback(state, operation, future.number)
         case ops.UnloadModel():
             state.models[operation.model_id].unloaded = True
             publishing.retract_published(state, operation.model_id)

@@ -14,7 +14,7 @@ from typing import Final, assert_never
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.train.core import ops
+from strata.train.core import ops, replay_stops
 from strata.train.core.admission import admit_import
 from strata.train.core.client_commands import (
     DeleteCheckpoint,
@@ -139,7 +139,7 @@ def expired(checkpoint: ModelCheckpoint, now_s: float) -> bool:
 
 def delete_expired(state: TrainState, request: DeleteExpiredCheckpoints) -> Decision:
     """Delete all beyond their TTL, and those that are not among the newest of their run and kind."""
-    in_flight = _folders_in_flight(state)
+    in_flight = _folders_in_flight(state) | replay_stops.kept_folders(state)
     facts: dict[CheckpointKey, CheckpointDeleted] = {}
     for key, checkpoint in state.checkpoints.items():
         # Without its files a load in flight would fail, and succeed in a replay that saves the checkpoint again.

@@ -126,6 +126,20 @@ class ImportCheckpoint(Request, frozen=True, tag="import_checkpoint"):
         return ops.SaveWeights(self.run_id, 0, self.kind, self.name, ttl_s=self.ttl_s, user_metadata=self.user_metadata)
 
 
+class ResolveReplay(Request, frozen=True, tag="resolve_replay"):
+    """Accept the new numbers of a model that is stopped because its replay differed, or roll back to its last
+    checkpoint."""
+
+    model_id: str
+    action: Literal["accept", "roll_back"]
+    everything: bool = False
+    """Whether it may be a model of another tenant."""
+
+    @property
+    def subject(self) -> str | None:
+        return self.model_id
+
+
 class AddEndpoint(Request, frozen=True, tag="add_endpoint"):
     """An inference engine at a URL that the settings allow. Idempotent, and resolves its address again."""
 
@@ -150,6 +164,7 @@ Command = (
     | SetCheckpointTtl
     | PublishCheckpoint
     | ImportCheckpoint
+    | ResolveReplay
     | AddEndpoint
     | RemoveEndpoint
 )

@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from strata.train.core import model_options, ops
+from strata.train.core.replay_differences import RankNumerics
 from strata.train.core.sampling import SampledPart, SamplingSlice, SliceResult
 
 
@@ -131,6 +132,7 @@ class AttachReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     """Ranks, or groups of ranks, that compute different rows of a pass; 0: each rank."""
     version: str = ""
     """The version of Strata. Orchestrator and ranks must have one."""
+    numerics: RankNumerics = RankNumerics()
 
 
 class RowOutOfMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

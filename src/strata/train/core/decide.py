@@ -21,6 +21,7 @@ from strata.train.core import (
     ops,
     out_of_memory,
     publishing,
+    replay_stops,
     sampling_slices,
     snapshots,
 )
@@ -37,6 +38,7 @@ from strata.train.core.client_commands import (
     OpenSession,
     PublishCheckpoint,
     RemoveEndpoint,
+    ResolveReplay,
     SetCheckpointTtl,
     SubmitOperation,
 )
@@ -54,6 +56,7 @@ from strata.train.core.future import OPEN, FutureStatus
 from strata.train.core.inputs import (
     ClientCommand,
     CommitSnapshot,
+    CompareReplay,
     CompleteDispatch,
     CompletePush,
     CompleteRouted,
@@ -98,6 +101,8 @@ def decide(state: TrainState, request: Input) -> Decision:  # noqa: C901, PLR091
             return snapshots.reject_snapshot(state, request)
         case RanksAttached():
             return sampling_slices.attach_ranks(state, request)
+        case CompareReplay():
+            return replay_stops.compare_replay(state, request)
         case RanksOutOfMemory():
             return out_of_memory.fail_oversized(state, request)
         case FailDispatch():
@@ -112,7 +117,9 @@ def decide(state: TrainState, request: Input) -> Decision:  # noqa: C901, PLR091
             assert_never(request)
 
 
-def _decide_command(state: TrainState, request: ClientCommand) -> Decision:  # noqa: C901, PLR0911 - one arm per command
+def _decide_command(  # noqa: C901, PLR0911, PLR0912 - one arm per command
+    state: TrainState, request: ClientCommand
+) -> Decision:
     tenant, command, at_s = request.tenant, request.command, request.at_s
     match command:
         case SubmitOperation():
@@ -133,6 +140,8 @@ def _decide_command(state: TrainState, request: ClientCommand) -> Decision:  # n
             return checkpoint_retention.publish(state, tenant, command)
         case ImportCheckpoint():
             return checkpoint_retention.import_checkpoint(state, tenant, command, at_s)
+        case ResolveReplay():
+            return replay_stops.resolve(state, tenant, command, at_s)
         case AddEndpoint():
             return publishing.add_endpoint(state, command, at_s)
         case RemoveEndpoint():
@@ -210,6 +219,8 @@ def _submit(state: TrainState, tenant: str, command: SubmitOperation, at_s: floa
             return sampling_slices.accept_sampler(state, fact, operation, command.session_id)
         case SampleOperation():
             return sampling_slices.accept_sample(state, _accepted(state, tenant, operation, at_s), operation)
+        case ops.LoadWeights() if operation.rollback:
+            raise StrataError(Code.INVALID, "rollback: only the server itself loads for a roll back")
         case ops.LoadWeights() if operation.seq_id == 0:
             return _accept_initial_load(state, tenant, operation, at_s)
         case _:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from strata.base.errors import StrataError
-from strata.train.core import checkpoint_retention, ops, publishing, sampling_slices, snapshots
+from strata.train.core import checkpoint_retention, ops, publishing, replay_stops, sampling_slices, snapshots
 from strata.train.core.client_commands import Done
 from strata.train.core.facts import Dispatched, OperationFinished
 from strata.train.core.inputs import Decision, Dispatching, DispatchNext
@@ -50,11 +50,14 @@ def dispatch_next(state: TrainState, request: DispatchNext) -> Decision:
     if not chosen:
         return Decision(Done())
     for each in chosen:
-        obstacle = _obstacle(state, each, request)
+        stopped = replay_stops.refusal(state, each.operation)
+        obstacle = stopped or _obstacle(state, each, request)
         if obstacle is not None:
             # Only its own tenant is charged: else a tenant whose operations cannot run would have others charged.
             charges = selection.charges(only={each.future_id})
-            failed = OperationFinished(each.future_id, ops.Failed("user", obstacle), request.at_s)
+            failed = OperationFinished(
+                each.future_id, ops.Failed("server" if stopped else "user", obstacle), request.at_s
+            )
             return Decision(Done(), (failed,), (each.future_id,), charges=charges)
     return _dispatch(state, chosen, request, selection.charges())
 

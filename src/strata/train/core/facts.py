@@ -16,6 +16,7 @@ from strata.base.stored import stored_decoder
 from strata.train.core import ops
 from strata.train.core.commands import Row
 from strata.train.core.loss_graph import CustomLoss
+from strata.train.core.replay_differences import RankNumerics, ReplayDifferences
 from strata.train.core.sampling import SlicePlan
 
 REMOVED_TAGS: Final = frozenset(
@@ -139,10 +140,31 @@ class SliceEnded(_Fact, frozen=True):
     number: int
 
 
-class RanksRenewed(_Fact, frozen=True):
+class RanksRenewed(_Fact, frozen=True, omit_defaults=True):
     """Another group of ranks attached: the KV cache of the one before is lost, and its samples start again."""
 
     group: str
+    numerics: RankNumerics | None = None
+    """None: ranks that promise no equal bits. Version 0.2.0 reads the fact then, and may take over."""
+
+
+class ReplayCompared(_Fact, frozen=True):
+    """New ranks have replayed the dispatches up to `through`, and numbers of these models differ from the first ones by
+    more than the tolerance."""
+
+    group: str
+    through: int
+    models: Mapping[str, ReplayDifferences]
+    stopped: Sequence[str]
+    """Models that are stopped for it."""
+    at_s: float
+
+
+class ReplayAccepted(_Fact, frozen=True):
+    """The owner of a stopped model goes on with the numbers of the replay."""
+
+    model_id: str
+    at_s: float
 
 
 class OperationFinished(_Fact, frozen=True):
@@ -268,6 +290,8 @@ Fact = (
     | SnapshotCommitted
     | SnapshotRejected
     | RanksRenewed
+    | ReplayCompared
+    | ReplayAccepted
     | OperationFinished
     | DispatchFailed
     | CheckpointDeleted

@@ -7,13 +7,14 @@ orchestrator itself: results of the ranks, the endpoints' outcomes, and the pass
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from strata.train.core import ops
 from strata.train.core.client_commands import Accepted, Command, Done
 from strata.train.core.commands import RowOutOfMemory, SnapshotWritten
 from strata.train.core.facts import Fact
+from strata.train.core.replay_differences import RankNumerics, ReplayDifferences
 from strata.train.core.scheduler import Charges
 from strata.train.core.state import Dispatch
 
@@ -88,6 +89,17 @@ class RanksAttached:
     """A group of ranks has finished its replay and is used from now on."""
 
     group: str
+    numerics: RankNumerics | None = None
+
+
+@dataclass(frozen=True)
+class CompareReplay:
+    """A group of ranks has replayed the dispatches up to `through`: what differs, by model."""
+
+    group: str
+    through: int
+    models: Mapping[str, ReplayDifferences]
+    at_s: float
 
 
 @dataclass(frozen=True)
@@ -166,6 +178,7 @@ Input = (
     | CommitSnapshot
     | RejectSnapshot
     | RanksAttached
+    | CompareReplay
     | FailDispatch
     | RanksOutOfMemory
     | DeleteExpiredCheckpoints

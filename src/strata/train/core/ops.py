@@ -173,13 +173,15 @@ class SaveWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     user_metadata: Mapping[str, str] = {}
 
 
-class LoadWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="load_weights"):
+class LoadWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="load_weights"):
     model_id: str
     seq_id: int
     run_id: str
     kind: WeightsKind
     name: str
     optimizer: bool
+    rollback: int = 0
+    """Tells this load from others of its model if the owner rolls back after a replay that differed; clients send 0."""
 
 
 class SaveSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="save_sampler"):

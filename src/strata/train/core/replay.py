@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
+from strata.train.core.replay_differences import RankNumerics
 from strata.train.core.state import Dispatch, TrainState
 
 
@@ -22,6 +23,10 @@ class CompletedDispatch(NamedTuple):
     operations: Sequence[ops.Operation]
     failed: Sequence[bool]
     """Whether the first result of each operation was a failure."""
+    results: Sequence[ops.Result | None] = ()
+    """The first results; None where the journal has another fact of its end."""
+    numerics: RankNumerics | None = None
+    """Those of the ranks that computed the results."""
 
 
 def reject_reason(state: TrainState, group: str, applied: int) -> str | None:

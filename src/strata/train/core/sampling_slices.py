@@ -141,7 +141,9 @@ def _blame_sampler(state: TrainState, future_id: str, result: ops.Result) -> ops
 
 
 def attach_ranks(state: TrainState, request: RanksAttached) -> Decision:
-    return Decision(Done(), () if request.group == state.group else (RanksRenewed(request.group),))
+    promised = request.numerics is not None and request.numerics.deterministic
+    renewed = RanksRenewed(request.group, request.numerics if promised else None)
+    return Decision(Done(), () if request.group == state.group else (renewed,))
 
 
 def open_obstacle(state: TrainState, operation: ops.OpenSampler, tenant: str) -> str | None:

@@ -3,7 +3,8 @@ failed one, and the recovery point with what is replayed after it.
 
 A snapshot is a dispatch of its own, so its position among the others is exact. It is committed once its files are
 durable and every dispatch before it has results (`SnapshotCommitted`). New ranks restore the newest snapshot and replay
-every dispatch after it. The last `KEEP` are retained; the journal before the oldest of them is truncated.
+every dispatch after it. The last `KEEP` are retained; the journal before the oldest of them is truncated. While a model
+is stopped for a replay that differed, the one from before the difference is retained too.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from strata.train.core.facts import (
 )
 from strata.train.core.future import FutureStatus
 from strata.train.core.inputs import CommitSnapshot, CompleteSnapshotCopy, Decision, Dispatching, RejectSnapshot
+from strata.train.core.replay_differences import RankNumerics
+from strata.train.core.replay_stops import pinned_snapshot
 from strata.train.core.sampling import SampleOperation
 from strata.train.core.state import Dispatch, ModelSnapshot, SnapshotBacklog, TrainState
 
@@ -125,6 +128,11 @@ def pending_operations(state: TrainState, after: int) -> Mapping[str, ops.Operat
     return {}
 
 
+def retained_numerics(state: TrainState) -> RankNumerics | None:
+    """Those of the ranks where the retained journal begins; the facts after that tell of others."""
+    return state.snapshots[0].numerics if state.truncated_through and state.snapshots else None
+
+
 def replay_starts(state: TrainState) -> set[int]:
     """Returns the dispatches after which a replay may start, now or when the snapshot in progress is committed."""
     found = {each.number for each in state.snapshots}
@@ -146,7 +154,9 @@ def record_dispatch(state: TrainState, fact: Dispatched, operations: list[ops.Op
             and each.operation is not None
             and not isinstance(each.operation, SampleOperation)
         }
-        state.snapshotting = ModelSnapshot(fact.number, fact.path, pending=pending, since=state.snapshot_backlog)
+        state.snapshotting = ModelSnapshot(
+            fact.number, fact.path, pending=pending, since=state.snapshot_backlog, numerics=state.numerics
+        )
         state.snapshot_backlog = SnapshotBacklog()
         return
     size = sum(map(_payload_bytes, operations))
@@ -223,10 +233,13 @@ def _commit(state: TrainState, fact: SnapshotCommitted) -> None:
     assert taking is not None, "checked before"
     cost_s = fact.held_s + fact.written_s
     made = msgspec.structs.replace(taking, digest=fact.digest, since=SnapshotBacklog(), cost_s=cost_s)
-    state.snapshots = [*state.snapshots, made][-KEEP:]
+    pinned = pinned_snapshot(state)
+    older = [each for each in state.snapshots[: 1 - KEEP] if each.number == pinned]
+    state.snapshots = [*older, *[*state.snapshots, made][-KEEP:]]
     state.snapshot_failures = 0
-    if len(state.snapshots) == KEEP:
-        state.truncated_through = state.snapshots[0].number
+    first = state.snapshots[0].number
+    if len(state.snapshots) >= KEEP and (pinned is None or first <= pinned):
+        state.truncated_through = first
     state.failed_dispatches = {number for number in state.failed_dispatches if number > state.truncated_through}
     if state.truncated_through:
         state.checkpoint_reads = {

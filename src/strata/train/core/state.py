@@ -14,6 +14,7 @@ from strata.train.core import ops
 from strata.train.core.commands import Row
 from strata.train.core.future import FutureStatus, FutureStore, OperationFuture
 from strata.train.core.loss_graph import CustomLoss
+from strata.train.core.replay_differences import RankNumerics, ReplayDifferences
 from strata.train.core.sampling import SampleOperation, SlicePlan
 from strata.train.core.scheduler import QueuedOperation, Scheduler
 from strata.train.core.sequence import SequenceWindow
@@ -30,6 +31,8 @@ IMPORTED: Final = "import-"
 """Prefix of the ids of imported runs."""
 INITIAL_LOAD: Final = "load"
 """The id of the load that a model may begin with, before the operations that its client counts."""
+ROLLBACK: Final = "rollback-"
+"""Prefix of the ids of loads that an owner asked for after a replay that differed."""
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,6 +150,19 @@ class WeightsLineage(msgspec.Struct, frozen=True, array_like=True):
     """Passes whose gradients no step has used yet."""
 
 
+class ReplayStop(msgspec.Struct, frozen=True):
+    """A replay gave a model other numbers than its client has."""
+
+    number: int
+    """The first dispatch that differs."""
+    through: int
+    """The last dispatch of the replay."""
+    snapshot: int
+    """The dispatch of the last snapshot from before the difference; 0 if there is none."""
+    at_s: float
+    differences: ReplayDifferences
+
+
 class ModelRecord(msgspec.Struct):
     model_id: str
     tenant: str
@@ -162,6 +178,10 @@ class ModelRecord(msgspec.Struct):
     unloading: bool = False
     unloaded: bool = False
     lineage: WeightsLineage = WeightsLineage()
+    stopped: ReplayStop | None = None
+    """Why its operations are refused."""
+    accepted_through: int = 0
+    """Differences in replays of dispatches up to this one were accepted, or rolled back."""
 
 
 class SamplerStatus(StrEnum):
@@ -267,6 +287,8 @@ class ModelSnapshot(msgspec.Struct, frozen=True):
     """While it is in progress: what it covers that the one before did not."""
     cost_s: float = 0.0
     """How long it took to copy and to write."""
+    numerics: RankNumerics | None = None
+    """Those of the ranks that copied it: the journal before it may be truncated."""
 
 
 CheckpointKey = tuple[str, str, str]
@@ -311,6 +333,8 @@ class TrainState:
         """Samples that an endpoint failed to answer: the ranks sample them."""
         self.group = saved.group
         """The attached group of ranks."""
+        self.numerics = saved.numerics
+        """What the numbers of that group depend on."""
         self.asleep = saved.asleep
         self.last_was_slice = saved.last_was_slice
         """Whether the last dispatch was a sampling slice."""
@@ -374,6 +398,7 @@ class TrainState:
             samplers=list(self.samplers.values()),
             cancelled_samples=sorted(self.cancelled_samples),
             group=self.group,
+            numerics=self.numerics,
             endpoints=list(self.endpoints.values()),
             pushes=list(self.pushes.values()),
             published=list(self.published.values()),
@@ -391,7 +416,9 @@ class TrainState:
         )
 
 
-class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag=2):
+class SavedState(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="format", tag=2
+):
     """A snapshot of this state. Ended operations are only in the journal.
 
     `format` counts up when the name or the meaning of a stored field changes; new ones have defaults.
@@ -412,6 +439,7 @@ class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     samplers: Sequence[SamplerState] = ()
     cancelled_samples: Sequence[str] = ()
     group: str = ""
+    numerics: RankNumerics | None = None
     endpoints: Sequence[InferenceEndpoint] = ()
     pushes: Sequence[Push] = ()
     published: Sequence[Publication] = ()
@@ -482,7 +510,8 @@ def future_id_of(operation: ops.Operation, server_operations: int) -> str:
         case SampleOperation():
             return f"{operation.sampler_id}:{operation.seq_id}"
         case ops.LoadWeights() if operation.seq_id == 0:
-            return f"{operation.model_id}:{INITIAL_LOAD}"
+            rollback = operation.rollback
+            return f"{operation.model_id}:{f'{ROLLBACK}{rollback}' if rollback else INITIAL_LOAD}"
         case _:
             return f"{operation.model_id}:{operation.seq_id}" if operation.seq_id else f"{operation.model_id}:{INITIAL}"
     return f"{operation.model_id}:{kind}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -28,6 +28,7 @@ from strata.train.core.facts import (
 )
 from strata.train.core.inputs import Decision, Dispatching
 from strata.train.core.ops import ForwardBackward, InlinePayload, PassDone, Result, StepDone, decode_pass_metrics
+from strata.train.core.replay_differences import KINDS, ReplayDifferences, sum_differences
 from strata.train.core.state import TrainState
 from strata.train.orchestrator.rollout_recorder import RolloutRecorder
 from strata.train.orchestrator.sampler_gap import GapMeasure
@@ -55,6 +56,17 @@ class OrchestratorMetrics:
         self.phase_s = histogram("phase_seconds", "Time that an operation spent in a phase", "phase")
         self.dispatches = counter("dispatches_total", "Dispatches that were made")
         self.replays = counter("replays_total", "Dispatches replayed to ranks that had not applied them")
+        self.compared = counter(
+            "replay_compared_total",
+            "Passes and steps of replays, by whether their first numbers were there",
+            "compared",
+        )
+        for compared in ("yes", "no"):
+            self.compared.labels(compared)
+        self.difference = gauge(
+            "replay_difference_max", "The largest absolute difference of a replay from the first run", "kind"
+        )
+        self.stopped = gauge("stopped_models", "Models that are stopped because their replay differed")
         self.efficiency = summary("packing_efficiency", "Of passes: tokens divided by the capacity of their rows")
         self.trained = counter("trained_tokens_total", "Tokens of forward and backward passes")
         self.sampled = counter("sampled_tokens_total", "Tokens that the ranks sampled")
@@ -152,6 +164,10 @@ class OrchestratorMetrics:
             self.gap_max_nats.set(measure.max)
             self.gap_alarms.inc(alarm)
 
+    def record_comparison(self, found: ReplayDifferences) -> None:
+        self.compared.labels("yes").inc(found.compared)
+        self.compared.labels("no").inc(found.not_compared)
+
     def render(self, status: ServerStatus) -> bytes:
         """The exposition text, with gauges set from the status of this moment."""
         self.queue.clear()
@@ -161,6 +177,7 @@ class OrchestratorMetrics:
         self.samples.labels("running").set(status.samples_running)
         self.ranks.set(status.ranks.size)
         self.models.set(status.models)
+        self.stopped.set(status.stopped_models)
         self.samplers.set(status.samplers)
         for engine in status.engines:
             self.engines.labels(engine.name).set(engine.state == "ready")
@@ -198,6 +215,10 @@ class ServerTelemetry:
         self._loss = ""
         self._restored: int | None = None
         self._replayed = 0
+        self._comparison = ReplayDifferences()
+        """The largest differences of the last replay."""
+        self.largest: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+        """The largest differences since this process started."""
         self.recoveries = 0
         self.recovery_s: float | None = None
         self.recovered: deque[RecoveryStatus] = deque(maxlen=RECENT)
@@ -241,6 +262,14 @@ class ServerTelemetry:
         """One dispatch was replayed."""
         self._replayed += 1
         self.metrics.replays.inc()
+
+    def record_comparison(self, models: Mapping[str, ReplayDifferences]) -> None:
+        """A replay was compared with the first run; nothing to compare is a comparison too."""
+        self._comparison = total = sum_differences(models.values())
+        self.metrics.record_comparison(total)
+        for kind in KINDS:
+            self.largest[kind] = max(self.largest[kind], getattr(total, kind))
+            self.metrics.difference.labels(kind).set(self.largest[kind])
 
     def record_reply(self, reply: DispatchReply) -> None:
         now_s = self._clock.wall_s()
@@ -304,6 +333,7 @@ class ServerTelemetry:
                     reason=self._loss,
                     restored=self._restored,
                     replayed=self._replayed,
+                    differences=self._comparison,
                 )
             )
 

@@ -371,7 +371,7 @@ def _correlated(traceparent: str) -> AbstractContextManager[None]:
 
 
 def rules_of(settings: ServerSettings) -> Rules:
-    limits = settings.limits
+    limits, row_tokens = settings.limits, settings.by_device.max_tokens_per_row
     return Rules(
         max_running=limits.max_running_requests,
         max_pending=limits.max_pending_requests,
@@ -383,8 +383,8 @@ def rules_of(settings: ServerSettings) -> Rules:
         ended_session_ttl_s=limits.ended_session_ttl_s,
         max_ended_sessions=limits.max_ended_sessions,
         base_models=settings.model.base_models,
-        max_tokens_per_row=settings.model.max_tokens_per_row,
-        fairness_quantum_tokens=limits.fairness_quantum_tokens or settings.model.max_tokens_per_row,
+        max_tokens_per_row=row_tokens,
+        fairness_quantum_tokens=limits.fairness_quantum_tokens or row_tokens,
         pack_tenants=limits.pack_tenants,
         slots=settings.model.slots,
         initial_checkpoint=settings.model.initial_checkpoint,

@@ -21,8 +21,10 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.journal.port import Journal
 from strata.train.core import commands, ops
+from strata.train.core.facts import ReplayCompared
 from strata.train.core.inputs import (
     CommitSnapshot,
+    CompareReplay,
     CompleteDispatch,
     CompleteSlice,
     CompleteSnapshotCopy,
@@ -35,12 +37,14 @@ from strata.train.core.inputs import (
 from strata.train.core.ops import tokens_of
 from strata.train.core.out_of_memory import RowLimit
 from strata.train.core.replay import CompletedDispatch, divergence
-from strata.train.core.snapshots import pending_operations, recovery_point
+from strata.train.core.snapshots import pending_operations, recovery_point, retained_numerics
 from strata.train.core.state import Dispatch, ModelSnapshot
 from strata.train.orchestrator.backend import RemoteBackend
+from strata.train.orchestrator.replay_comparison import ReplayComparison, report_differences
 from strata.train.orchestrator.replay_reader import completed_dispatches
 from strata.train.orchestrator.request_processor import RequestProcessor, retry_unavailable, sample_result
 from strata.train.orchestrator.state_store import MAX_INLINE_RESULT_BYTES, StateStore
+from strata.train.payload import Payloads
 from strata.train.settings import ServerSettings
 from strata.train.status.throughput import ThroughputEstimate
 
@@ -144,6 +148,8 @@ class RankSession:
         context.store.replayed = attached.applied >= self._replay_through
         self._replaying: dict[int, CompletedDispatch] = {}
         """Replayed dispatches without a reply, each with its first outcome."""
+        payloads = Payloads(context.settings.payloads)
+        self._comparison = ReplayComparison(payloads, attached.numerics)
         self._in_flight: dict[int, InFlight] = {}
         self._progressed = asyncio.Event()
         self._oldest_since_s = 0.0
@@ -179,9 +185,10 @@ class RankSession:
         store, ranks = self._context.store, self._data_ranks
         await self._restore_newest()
         await self._replay()
+        await self._compare_replay()
         # Not earlier: the next session must not take this group for replayed. Not later: the resent dispatches below
         # are without the slice and the snapshot that an earlier group was running.
-        await store.commit(RanksAttached(self._attached.group))
+        await store.commit(RanksAttached(self._attached.group, self._attached.numerics))
         store.replayed = True
         store.telemetry.record_replayed()
         state = store.state
@@ -246,6 +253,7 @@ class RankSession:
             through=self._replay_through,
             failed=context.store.state.failed_dispatches,
             pending=pending_operations(context.store.state, applied),
+            numerics=retained_numerics(context.store.state),
         ):
             await self._wait_for_capacity()
             self._replaying[completed.dispatch.number] = completed
@@ -253,6 +261,21 @@ class RankSession:
             replayed += 1
         await self._wait_for_capacity(1)
         _log.info("replay_finished", dispatches=replayed, through=self._replay_through)
+
+    async def _compare_replay(self) -> None:
+        """Journal how far the replay was from the first run. The models that it stops are not trained from here on."""
+        store, group = self._context.store, self._attached
+        for number, dispatch in store.state.dispatches.items():
+            # An orchestrator that died may have sent these results to clients before they were durable.
+            if group.applied < number <= store.inherited_through and dispatch.slice is None:
+                futures = [store.state.futures.get(each) for each in dispatch.future_ids]
+                self._comparison.add_lost([each.operation for each in futures if each is not None and each.operation])
+        models = self._comparison.models
+        request = CompareReplay(group.group, self._replay_through, models, store.clock.wall_s())
+        decision = await store.commit(request)
+        stopped = [each for fact in decision.facts if isinstance(fact, ReplayCompared) for each in fact.stopped]
+        store.telemetry.record_comparison(models)
+        report_differences(models, stopped)
 
     async def _wait_for_capacity(self, limit: int | None = None) -> None:
         """Return when fewer dispatches than the limit are in flight."""
@@ -318,7 +341,7 @@ class RankSession:
             self._commit_snapshot()
             match await self._context.backend.receive():
                 case commands.DispatchReply() as reply:
-                    if (end := self._check_replay(reply)) is not None:
+                    if (end := await self._check_replay(reply)) is not None:
                         return end
                     await self._on_reply(reply)
                 case commands.SnapshotWritten() as written:
@@ -332,13 +355,18 @@ class RankSession:
                     if self._restoring is not None and not self._restoring.done():
                         self._restoring.set_result(restored)
 
-    def _check_replay(self, reply: commands.DispatchReply) -> OutOfMemory | None:
+    async def _check_replay(self, reply: commands.DispatchReply) -> OutOfMemory | None:
         """Compare with the first outcome before anything can take this group for replayed."""
         completed = self._replaying.pop(reply.number, None)
-        error = divergence(completed, reply.results) if completed is not None else None
+        if completed is None:
+            return None
+        error = divergence(completed, reply.results)
         if error is not None and error.code is not Code.EXHAUSTED:
             raise error
-        return OutOfMemory(reply.number, error.message) if error is not None else None
+        if error is not None:
+            return OutOfMemory(reply.number, error.message)
+        await self._comparison.add(completed, reply.results)
+        return None
 
     async def _on_reply(self, reply: commands.DispatchReply) -> None:
         context, store = self._context, self._context.store

@@ -10,10 +10,11 @@ from strata.journal.replay import replay
 from strata.train.core import facts, ops
 from strata.train.core.out_of_memory import without_operations
 from strata.train.core.replay import CompletedDispatch, always_replayed, skip_on_replay
+from strata.train.core.replay_differences import RankNumerics
 from strata.train.core.state import Dispatch
 
 
-async def completed_dispatches(
+async def completed_dispatches(  # noqa: PLR0913 - by name
     journal: Journal,
     stream: str,
     *,
@@ -21,14 +22,15 @@ async def completed_dispatches(
     through: int,
     failed: Set[int],
     pending: Mapping[str, ops.Operation],
+    numerics: RankNumerics | None = None,
 ) -> AsyncIterator[CompletedDispatch]:
-    """The dispatches `after` + 1 to `through`, in order, each with its operations and whether they failed.
+    """The dispatches `after` + 1 to `through`, in order, each with its operations and their first results.
 
     `failed` are dispatches that the orchestrator failed itself. `pending` has the operations that were accepted before
-    the retained part of the journal. An operation is held only until the results of its dispatch are read, so memory is
-    bounded by what ever waited and ran at once.
+    the retained part of the journal, `numerics` those of the ranks at that time. An operation is held only until the
+    results of its dispatch are read, so memory is bounded by what ever waited and ran at once.
     """
-    reader = _ReplayReader(stream, after, through, failed, pending)
+    reader = _ReplayReader(stream, after, through, failed, pending, numerics)
     async for _, fact in retained_facts(journal, stream):
         reader.read(fact)
         while (completed := reader.next()) is not None:
@@ -41,7 +43,13 @@ async def completed_dispatches(
 
 class _ReplayReader:
     def __init__(
-        self, stream: str, after: int, through: int, failed: Set[int], pending: Mapping[str, ops.Operation]
+        self,
+        stream: str,
+        after: int,
+        through: int,
+        failed: Set[int],
+        pending: Mapping[str, ops.Operation],
+        numerics: RankNumerics | None,
     ) -> None:
         self._stream = stream
         self._after = after
@@ -50,6 +58,7 @@ class _ReplayReader:
         self._expected = after + 1
         self._accepted = dict(pending)
         self._incomplete: dict[int, _PendingDispatch] = {}
+        self._numerics = numerics
 
     @property
     def finished(self) -> bool:
@@ -63,11 +72,13 @@ class _ReplayReader:
                 operations = [self._accepted.pop(future_id, None) for future_id in fact.future_ids]
                 if self._after < fact.number <= self._through:
                     self._dispatch(fact, [operation for operation in operations if operation is not None])
+            case facts.RanksRenewed():
+                self._numerics = fact.numerics
             case _:
                 if isinstance(fact, facts.OperationFinished):
                     self._accepted.pop(fact.future_id, None)
                 for dispatch in self._incomplete.values():
-                    dispatch.read(fact)
+                    dispatch.read(fact, self._numerics)
 
     def _dispatch(self, fact: facts.Dispatched, operations: Sequence[ops.Operation]) -> None:
         if fact.number != self._expected:
@@ -105,12 +116,17 @@ class _PendingDispatch:
         self._fact = fact
         self._operations = operations
         self._failed: dict[str, bool] = {}
+        self._results: dict[str, ops.Result] = {}
+        self._numerics: RankNumerics | None = None
         self._out_of_memory: set[str] = set()
         """Operations that did not fit into the memory of the ranks."""
 
-    def read(self, fact: facts.Fact) -> None:
+    def read(self, fact: facts.Fact, numerics: RankNumerics | None) -> None:
+        """`numerics` are those of the ranks that were attached when this fact was written."""
         match fact:
             case facts.OperationFinished() if fact.future_id in self._fact.future_ids:
+                self._numerics = numerics
+                self._results[fact.future_id] = fact.result
                 self._failed[fact.future_id] = isinstance(fact.result, ops.Failed)
                 if isinstance(fact.result, ops.Failed) and fact.result.memory:
                     self._out_of_memory.add(fact.future_id)
@@ -133,7 +149,13 @@ class _PendingDispatch:
                 for future_id, operation in zip(fact.future_ids, self._operations, strict=True)
                 if future_id not in self._out_of_memory
             ]
-        return CompletedDispatch(dispatch, operations, [self._failed[future_id] for future_id in dispatch.future_ids])
+        return CompletedDispatch(
+            dispatch,
+            operations,
+            [self._failed[future_id] for future_id in dispatch.future_ids],
+            [self._results.get(future_id) for future_id in dispatch.future_ids],
+            self._numerics,
+        )
 
 
 async def find_dispatch(journal: Journal, stream: str, number: int) -> int | None:

@@ -41,6 +41,8 @@ class StateStore:
         """Set when a new snapshot of the models is committed: compaction may remove what it covers."""
         self.durable_through = replica.state.settled_through
         """The results of all dispatches up to this one are in the journal: rank 0 may drop its own copies."""
+        self.inherited_through = replica.state.dispatched
+        """Dispatches up to this one were made by earlier leaders."""
         self.replayed = False
         """The ranks have applied every dispatch that has results: they load no old checkpoint any more."""
         self._replica = replica

@@ -23,6 +23,7 @@ from strata.train.status.overview import (
     model_rows,
     recently_ended,
     running_dispatches,
+    stopped_rows,
     tenant_rows,
 )
 
@@ -147,6 +148,8 @@ def _server_status(
         tenants=fold_tenants(tenant_rows(state, context.throughput), most=reports.MAX_TENANT_ROWS, own=only),
         recent=recently_ended(telemetry.timelines, own=only),
         recovered=list(telemetry.recovered),
+        stopped=stopped_rows(state, own=only),
+        stopped_models=len(stopped_rows(state)),
         gap_alarm_nats=telemetry.rollouts.gaps.alarm_nats,
         high_gaps=high_gaps(state, telemetry.rollouts.gaps.by_model, own=only),
         # The reason may be a line of an engine's log, about a request of another tenant.

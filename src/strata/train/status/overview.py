@@ -10,6 +10,7 @@ from typing import Final
 
 from strata.train.core.future import OperationFuture
 from strata.train.core.ops import SavedWeights, tokens_of
+from strata.train.core.replay_stops import describe_stop, stopped_models
 from strata.train.core.state import Dispatch, ModelCheckpoint, ModelRecord, TrainState, resident_models
 from strata.train.status.learning_curves import CurvePoint, LearningCurves
 from strata.train.status.reports import (
@@ -25,6 +26,7 @@ from strata.train.status.reports import (
     ModelStatus,
     PublishedStatus,
     RunningStatus,
+    StoppedStatus,
     TenantStatus,
     Timeline,
 )
@@ -129,6 +131,22 @@ def model_rows(
     return [
         _model_row(each, _last_step(curves, each.model_id), newest.get(each.model_id), gaps.get(each.model_id))
         for each in models[:MAX_ACTIVE_MODELS]
+    ]
+
+
+def stopped_rows(state: TrainState, *, own: str | None = None) -> list[StoppedStatus]:
+    """The models that are stopped because their replay differed."""
+    return [
+        StoppedStatus(
+            model_id=model.model_id,
+            tenant=model.tenant,
+            since_s=stop.at_s,
+            dispatch=stop.number,
+            differences=stop.differences,
+            reason=describe_stop(model, stop),
+        )
+        for model, stop in stopped_models(state)
+        if own in (None, model.tenant)
     ]
 
 

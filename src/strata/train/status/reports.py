@@ -12,6 +12,7 @@ from typing import Final, Literal
 import msgspec
 
 from strata.train.core.commands import Timing
+from strata.train.core.replay_differences import ReplayDifferences
 
 PHASES: Final = ("held", "queue", "pack", "behind", "forward", "backward", "optimizer", "publish", "sample", "other")
 """Held behind a gap; queued; packed, journaled and sent; behind another dispatch; and the phases at the ranks."""
@@ -145,6 +146,20 @@ class RecoveryStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The dispatch whose snapshot was restored; None if there was none."""
     replayed: int
     """Dispatches after that."""
+    differences: ReplayDifferences = ReplayDifferences()
+    """The largest differences of all models between their first numbers and those of the replay."""
+
+
+class StoppedStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A model whose operations are refused since its replay differed."""
+
+    model_id: str
+    tenant: str
+    since_s: float
+    dispatch: int
+    """The first dispatch that differs."""
+    differences: ReplayDifferences
+    reason: str
 
 
 class GapStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,6 +232,9 @@ class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The mean gap between sampler and trainer above which a model is in `high_gaps`; 0: no alarm."""
     high_gaps: Sequence[HighGapStatus] = ()
     engines: Sequence[EngineStatus] = ()
+    stopped: Sequence[StoppedStatus] = ()
+    stopped_models: int = 0
+    """Those of all tenants."""
 
 
 class CheckpointStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -480,6 +480,11 @@ class ReportBody(StrictBody, frozen=True, kw_only=True):
     """They belong to the first optimizer step from this operation of the model on; 0: to the next one."""
 
 
+class ResolveBody(StrictBody, frozen=True, kw_only=True):
+    action: Literal["accept", "roll_back"]
+    """Accept the numbers of the replay, or load the last checkpoint from before it."""
+
+
 class CurvesQuery(LenientQuery, frozen=True, kw_only=True):
     points: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 500
     names: Annotated[str, msgspec.Meta(max_length=1000)] = ""

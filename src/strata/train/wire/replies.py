@@ -341,6 +341,11 @@ class SessionStates(msgspec.Struct, frozen=True, kw_only=True):
     sessions: Sequence[SessionState]
 
 
+class ResolvedReply(msgspec.Struct, frozen=True, kw_only=True):
+    request_id: str
+    """The load of a roll back, whose result can be retrieved; empty if the numbers were accepted."""
+
+
 class AcceptedReply(msgspec.Struct, frozen=True, kw_only=True):
     status: Literal["accepted"] = "accepted"
 

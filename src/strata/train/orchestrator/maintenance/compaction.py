@@ -93,8 +93,11 @@ class Compaction:
 
 
 def _payloads_of_fact(fact: facts.Fact) -> Iterator[str]:
+    """Yields those of operations, which a replay repeats, and of results of passes, with which it is compared."""
     if isinstance(fact, facts.OperationAccepted):
         yield from _payload(fact.operation)
+    elif isinstance(fact, facts.OperationFinished) and isinstance(fact.result, ops.PassDone):
+        yield from _payload(fact.result)
 
 
 def _referenced_payloads(state: TrainState) -> Iterator[str]:
