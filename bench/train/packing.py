@@ -22,7 +22,7 @@ from bench.percentiles import percentile
 from bench.report import Report
 from strata.train.core.commands import Row
 from strata.train.core.pack import pack
-from strata.train.settings import ModelSettings
+from strata.train.plan.device_values import DeviceValues
 
 SEED: Final = 0
 STEP: Final = 32
@@ -32,7 +32,7 @@ THOUSANDS: Final = (585, 2278, 1853, 1297, 1014, 841, 720, 629, 554, 496, 450, 4
 THOUSANDS_LONGEST: Final = 3815
 RANKS: Final = 8
 GOAL: Final = 0.97
-CASES: Final = (("packing", LONGEST, 1024), ("packing.batch", ModelSettings(path="").max_tokens_per_row, 64))
+CASES: Final = (("packing", LONGEST, 1024), ("packing.batch", DeviceValues().max_tokens_per_row, 64))
 """Name, tokens of a row, datums of a batch. 1024 is the largest batch that the `tinker` SDK sends in one piece."""
 
 

@@ -49,7 +49,7 @@ def python() -> Path:
     folder = Path("~/.cache/strata-tests").expanduser() / f"cookbook-{COOKBOOK}-tinker-{TINKER}"
     python = folder / "bin" / "python"
     if not (folder / "complete").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, timeout=120)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, timeout=600)
         # The build of torch is the index's choice, by pip; the rest by uv, which can override a requirement.
         torch = [str(python), "-m", "pip", "install", "--quiet", f"torch=={TORCH}"]
         subprocess.run(torch, check=True, timeout=1500)

@@ -32,6 +32,7 @@ from strata.base.failpoint import arm, failpoint, kill
 from strata.train.core import commands, ops
 from strata.train.core.commands import PassItem
 from strata.train.core.pack import unpack
+from strata.train.core.replay_differences import RankNumerics
 from strata.train.core.sampling import (
     Draws,
     EndedSample,
@@ -105,6 +106,8 @@ class FakeRanks:
     out_of_memory: bool = False
     """Every pass fails for lack of memory."""
     version: str = __version__
+    noise: float = 0.0
+    """What is added to each log probability of a replayed pass."""
     takes_s: float | None = None
     """How long a dispatch takes by their own report; measured unless set."""
 
@@ -115,7 +118,7 @@ class FakeRanks:
         match message:
             case commands.Attach():
                 self.generation, self.run_id = message.generation, message.run_id
-                ranks = self.settings.ranks.nproc
+                ranks = self.settings.by_device.nproc
                 data_ranks = self.settings.parallel.data_ranks(ranks)
                 return commands.AttachReply(
                     self.generation,
@@ -126,6 +129,7 @@ class FakeRanks:
                     self.written,
                     data_ranks=data_ranks,
                     version=self.version,
+                    numerics=RankNumerics(f"{ranks} pretended ranks", "float32", self.settings.ranks.deterministic),
                 )
             case commands.Restore():
                 return self._restore(message)
@@ -133,7 +137,7 @@ class FakeRanks:
                 return self._execute_once(message)
             case commands.RankRequest():
                 self.stopped = isinstance(message.work, commands.Shutdown)
-                return commands.HealthReply(self.generation, message.ask_id, [*range(self.settings.ranks.nproc)])
+                return commands.HealthReply(self.generation, message.ask_id, [*range(self.settings.by_device.nproc)])
             case _:
                 assert_never(message)
 
@@ -220,8 +224,9 @@ class FakeRanks:
             _inject_fault(item)
 
         def row_outputs(row: commands.Row) -> list[array.array[float]]:
+            noise = self.noise if work.replayed else 0.0
             return [
-                self._logprobs(work.items[segment.item].model_id, batches[segment.item][segment.datum])
+                self._logprobs(work.items[segment.item].model_id, batches[segment.item][segment.datum], noise)
                 for segment in row
             ]
 
@@ -236,12 +241,12 @@ class FakeRanks:
         packed = sorted((segment.item, segment.datum) for rank in work.rows for row in rank for segment in row)
         if expected != packed or len({len(rank) for rank in work.rows}) != 1:
             return "the rows are not those of the batch"
-        return f"rows for {len(work.rows)} ranks" if len(work.rows) != self.settings.ranks.nproc else ""
+        return f"rows for {len(work.rows)} ranks" if len(work.rows) != self.settings.by_device.nproc else ""
 
-    def _logprobs(self, model_id: str, datum: ops.Datum) -> array.array[float]:
+    def _logprobs(self, model_id: str, datum: ops.Datum, noise: float = 0.0) -> array.array[float]:
         weight = self.models[model_id].weight if model_id in self.models else 0.0
         tokens = array.array("i", datum.tokens)
-        return array.array("f", [-(0.1 + token % VOCABULARY / VOCABULARY) * (1.0 + weight) for token in tokens])
+        return array.array("f", [-(0.1 + token % VOCABULARY / VOCABULARY) * (1.0 + weight) + noise for token in tokens])
 
     def _result(self, item: PassItem, outputs: list[array.array[float]], work: commands.PassCommand) -> ops.Result:
         model = self.models.get(item.model_id)
@@ -276,10 +281,11 @@ class FakeRanks:
             return ops.Failed("user", f"there is no model {operation.model_id!r}")
         if model.asleep:
             return ops.Failed("server", ops.ASLEEP)
+        norm = abs(model.gradient)
         model.weight -= operation.params.learning_rate * model.gradient
         model.gradient = 0.0
         model.steps += 1
-        return ops.StepDone({"step": float(model.steps), "weight": model.weight})
+        return ops.StepDone({"step": float(model.steps), "weight": model.weight, "grad_norm": norm})
 
     def _save(self, operation: ops.SaveWeights, folder: Path) -> ops.Result:
         model = self.models.get(operation.model_id)
@@ -477,6 +483,7 @@ def main() -> int:
     parser.add_argument("--applied", type=Path)
     parser.add_argument("--die-at", metavar="FAILPOINT", help="kill the process at this failpoint")
     parser.add_argument("--short-of-memory", action="store_true", help="fail every pass for lack of memory")
+    parser.add_argument("--noise", type=float, default=0.0, help="add this to the log probabilities of replayed passes")
     parser.add_argument("--version", default=__version__, help="pretend to run this version of Strata")
     options = parser.parse_args()
     if options.die_at:
@@ -486,7 +493,7 @@ def main() -> int:
     link = RankLink(settings)
     try:
         ranks = FakeRanks(settings, os.urandom(8).hex(), options.applied, out_of_memory=options.short_of_memory)
-        ranks.version = options.version
+        ranks.version, ranks.noise = options.version, options.noise
         serve(ranks, link)
     finally:
         link.close()

@@ -31,10 +31,12 @@ def group_size() -> int:
 def join_ranks(timeout_s: float) -> RankGroup:
     """Join as a rank of a server does, with one thread for each."""
     torch.set_num_threads(1)
-    if on_cuda():
-        # Kernels that add in any order would make two runs differ. What has no other kernel warns.
-        torch.use_deterministic_algorithms(True, warn_only=True)
     settings = RunnerSettings(
-        model="", backend="nccl" if on_cuda() else "gloo", collective_timeout_s=timeout_s, sleep_folder=Path()
+        model="",
+        backend="nccl" if on_cuda() else "gloo",
+        first_pass_timeout_s=timeout_s,
+        # Kernels that add in any order would make two runs differ.
+        deterministic=on_cuda(),
+        sleep_folder=Path(),
     )
     return RankGroup(join_process_group(settings, Path()))

@@ -31,8 +31,6 @@ def run_on_ranks(module: str, ranks: int, *arguments: str, within_s: float) -> s
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # What deterministic matrix products of CUDA need.
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
     done = subprocess.run(
         [*launcher(ranks), "-m", module, *arguments],

@@ -184,6 +184,7 @@ TRAINING: Final = (
     _training("model families", "core", "pr", "train_runner/test_families.py", "tiny models in float32, one CPU rank"),
     _training("built-in sampler", "core", "pr", "train_sampler", marks=("sampling",)),
     _training("snapshots and replay", "core", "pr", "train_orchestrator"),
+    _training("deterministic kernels (ranks.deterministic)", "supported", "pr", "train_runner/test_determinism.py"),
     _training("checkpoints, export, import", "core", "pr", "train_store"),
     _training("memory plans and row limits", "supported", "pr", "train_runner/test_plan.py"),
     _training("rollouts, gap between sampler and trainer", "supported", "pr", "train_orchestrator/test_sampler_gap.py"),

@@ -123,22 +123,25 @@ def list_(folders: tuple[Path, ...], output: Format) -> None:
 
 @models.command()
 @click.argument("model", metavar="MODEL")
-@click.option("--ranks", type=click.IntRange(1, 4096), default=1, show_default=True, help="Ranks, one on each device.")
+@click.option("--ranks", type=click.IntRange(1, 4096), help="Ranks, one on each device.  [default: by device]")
 @output_option
-def check(model: str, ranks: int, output: Format) -> None:
+def check(model: str, ranks: int | None, output: Format) -> None:
     """Check whether the training server can train MODEL, and the memory that it needs.
 
-    MODEL is a folder or an id in the Hugging Face cache. Only the heads of its files are read. Memory is of each
-    device: to start with, and with every adapter in use and a full KV cache. Exit status 2 if its family is refused, or
-    if its chat template renders one message only beyond the limits of a server.
+    MODEL is a folder or an id in the Hugging Face cache. Only the heads of its files are read. Settings are those that
+    a server of this machine would choose. Memory is of each device: to start with, and with every adapter in use and a
+    full KV cache. Exit status 2 if its family is refused, or if its chat template renders one message only beyond the
+    limits of a server.
     """
     _require_hub()
     import msgspec
 
     from strata.base.errors import Code, StrataError
+    from strata.base.settings import process_environment
+    from strata.train.plan.devices import read_machine
     from strata.train.plan.model_check import check_model_files
 
-    report = check_model_files(model, ranks)
+    report = check_model_files(model, read_machine(process_environment()), ranks)
     if output.for_programs:
         print_data({"name": model, **msgspec.to_builtins(report)}, output)
     else:
@@ -167,6 +170,7 @@ def _try_chat(model: str) -> None:
 
 def _print_report(report: Any, output: Format) -> None:
     from strata.cli.fleet.client import format_bytes
+    from strata.train.plan.defaults import settings_lines
 
     proven = {"yes": "supported", "no": "refused", "unproven": "unproven"}[report.support]
     print_error(f"{report.family}: {proven}, {report.parameters:,} parameters")
@@ -184,6 +188,8 @@ def _print_report(report: Any, output: Format) -> None:
     if report.support != "no":
         for setting, text in report.groups.items():
             print_error(f"{setting}: {text}")
+    for line in settings_lines(report.settings):
+        print_error(line)
     columns = (
         Column("training"),
         Column("dtype"),

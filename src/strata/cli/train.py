@@ -213,20 +213,21 @@ def _start_server(
         sizes = {name: size for name in parallel.__struct_fields__ if (size := getattr(parallel, name)) is not None}
         mesh = "".join(f"{name} = {json.dumps(size)}\n" for name, size in sizes.items())
         # With one model in a pass nothing depends on what shares it, and a resumed run has the same numbers.
+        own = recipe.server
+        dtype = "" if own.dtype is None else f'dtype = "{own.dtype}"\n'
+        sized = {"nproc": own.ranks, "threads": own.threads}
+        ranks = "".join(f"{name} = {size}\n" for name, size in sized.items() if size is not None)
         text = f"""[server]
 data = {json.dumps(str(data))}
 port = 0
 
 [model]
 path = {json.dumps(model)}
-dtype = "{recipe.server.dtype}"
-quantise = "{recipe.server.quantise}"
+{dtype}quantise = "{recipe.server.quantise}"
 max_lora_rank = {max(64, recipe.model.rank)}
 
 [ranks]
-nproc = {recipe.server.ranks}
-threads = {recipe.server.threads}
-
+{ranks}
 [parallel]
 {mesh}
 [limits]

@@ -19,6 +19,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.loopback import is_loopback_host
 from strata.base.settings import Secret, load
 from strata.train.parallel import ParallelSettings
+from strata.train.plan.device_values import DeviceValues, Dtype
 from strata.train.plan.quantisation import Quantise
 from strata.train.status.rollouts import RolloutLimits
 
@@ -103,8 +104,9 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     else the absolute path of the folder, which clients on other machines do not have."""
     training: Literal["lora", "full"] = "lora"
     """LoRA adapters of many models over one frozen base, or one full fine-tune of the base."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """The type of the weights and of the arithmetic."""
+    dtype: Dtype | None = None
+    """The type of the arithmetic, and of weights that are not trained: those are in float32. Unset, by device:
+    bfloat16 on CUDA devices that multiply it in hardware, else float32."""
     quantise: Quantise = ""
     """`nf4` or `int8`: the linear layers of a frozen base are quantised when they are loaded (bitsandbytes)."""
     slots: Count = 8
@@ -115,14 +117,16 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Offloaded models in memory; further ones are offloaded to the disk of each rank."""
     max_lora_rank: Count = 64
     """The largest rank of an adapter."""
-    max_tokens_per_row: Count = 4096
-    """Datums are packed into rows of so many tokens; a longer datum gets a row of its own."""
+    max_tokens_per_row: Count | None = None
+    """Datums are packed into rows of so many tokens, as far as that fits into memory; a longer datum gets a row of its
+    own. Unset, by device: 16,384 on CUDA devices, 4,096 on CPUs."""
     row_tokens: Count | None = None
     """Tokens of one row that fit into the memory of a rank; the ranks measure it when they start unless set. An
     operation with a longer datum fails before it is dispatched."""
-    replicated_mb: Annotated[int, msgspec.Meta(ge=0)] = 256
+    replicated_mb: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """A frozen base of at most so many MiB is on every rank in full; a larger one is sharded. In full training,
-    gradients of at most so many MiB are reduced over the ranks once in a pass; larger ones after every row."""
+    gradients of at most so many MiB are reduced over the ranks once in a pass; larger ones after every row. Unset, by
+    device: a share of the free memory of CUDA devices, 256 on CPUs."""
     activation_checkpointing: bool | Count = False
     """Compute activations again in the backward pass: those of every layer (`true`) or of every n-th."""
     compile: bool = False
@@ -163,8 +167,9 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
-    nproc: Count = 1
-    """Ranks on this machine; the launcher starts them in mode `auto`."""
+    nproc: Count | None = None
+    """Ranks on this machine; the launcher starts them in mode `auto`. Unset, by device: one on each CUDA device that no
+    engine has, one on CPUs."""
     backend: Literal["gloo", "nccl", "auto"] = "auto"
     """The backend of torch.distributed; `auto`: NCCL with CUDA devices, else gloo."""
     mode: Literal["auto", "connect"] = "auto"
@@ -172,12 +177,19 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     rank0: str = ""
     """Where rank 0 listens: `ipc://…`, `tcp://HOST:PORT`, or `file:PATH` of a file to which it writes its address.
     Unless set it follows from the transport."""
-    threads: Count = 1
-    """Threads of each rank for arithmetic (OMP_NUM_THREADS)."""
+    threads: Count | None = None
+    """Threads of each rank for arithmetic (OMP_NUM_THREADS). Unset, by device: one; with CUDA devices and
+    `model.offload`, a rank's share of the cores."""
     start_timeout_s: Positive = 600.0
     """How long the ranks may take to load the model."""
-    collective_timeout_s: Positive = 1800.0
-    """How long a collective may take."""
+    first_pass_timeout_s: Positive | None = None
+    """How long a collective may take until the first pass has ended. Unset: `collective_timeout_s` if that is set; else
+    by device: 300 on CUDA devices, 1,800 on CPUs."""
+    collective_timeout_s: Positive | None = None
+    """How long a collective may take after that. Unset, by device: 120 on CUDA devices, 1,800 on CPUs."""
+    deterministic: bool = False
+    """Only kernels and collectives that give the same bits again on the same devices and mesh. A model whose replay
+    differs by more than rounding is then stopped. Slower on CUDA devices, on which it is experimental."""
 
 
 class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -280,6 +292,15 @@ class InferenceSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The interpreter that has the engine; that of the server unless set."""
     count: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
     """Engines to start, each with the whole base model."""
+    devices: tuple[Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9-]+(,[A-Za-z0-9-]+)*$")], ...] = ()
+    """The CUDA devices of each engine, by the numbers of `nvidia-smi` or UUIDs: `["2", "3"]`, or `["4,5", "6,7"]`.
+    Unset: each takes `devices_per_engine` of the last ones, and the ranks take the first."""
+    devices_per_engine: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """CUDA devices that each engine takes; 0: none, it computes on CPUs. Unset: as many as its arguments ask for, one
+    unless they do."""
+    share_devices: bool = False
+    """Let engines and ranks be on the same devices. Each engine then takes the share of the memory that its arguments
+    say (`--gpu-memory-utilization`), and the ranks need the rest."""
     arguments: tuple[str, ...] = ()
     """Further arguments of the engine. They are visible to all users of the machine."""
     environment: dict[str, str] = {}
@@ -352,6 +373,19 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     inference: InferenceSettings = InferenceSettings()
     rollouts: RolloutSettings = RolloutSettings()
     parallel: ParallelSettings = ParallelSettings()
+
+    @property
+    def by_device(self) -> DeviceValues:
+        """Returns the settings that depend on the device. What is unset has its value for CPUs: for other devices
+        `resolve_settings` sets it before the processes of the server read it."""
+        set_here = {
+            name: value
+            for name in DeviceValues.__struct_fields__
+            if (value := getattr(self.model, name, getattr(self.ranks, name, None))) is not None
+        }
+        if self.ranks.collective_timeout_s is not None:
+            set_here.setdefault("first_pass_timeout_s", self.ranks.collective_timeout_s)
+        return DeviceValues(**set_here)
 
     @property
     def stream(self) -> str:

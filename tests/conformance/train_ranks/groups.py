@@ -21,6 +21,8 @@ from strata.train.core.pack import pack
 from strata.train.launch.launcher import rank_command
 from strata.train.launch.supervised_process import descendants
 from strata.train.link.rank import ConnectRequest, RankConnection, connect_rank
+from strata.train.plan.defaults import resolve_settings
+from strata.train.plan.devices import Hardware
 from strata.train.settings import ServerSettings, load_settings
 
 RANKS: Final = 2
@@ -56,7 +58,7 @@ class Group:
         )
         self.settings: ServerSettings = load_settings(self.file, environ={})
         pretending = (sys.executable, "-m", "tests.support.fake_ranks", "--settings", str(self.file))
-        command = rank_command(self.settings, self.file, process_environment())
+        command = rank_command(resolve_settings(self.settings, Hardware(), None), self.file, process_environment())
         self._arguments = command.arguments if kind == "real" else pretending
         self._environment = dict(command.environment)
         self.start()

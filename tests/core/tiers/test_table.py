@@ -74,6 +74,7 @@ def test_every_test_is_in_one_tier_however_long_tests_take(long: dict[str, float
         ("tests/conformance/journal/test_x.py", 119.0, Tier.PR),
         ("tests/conformance/journal/test_x.py", 121.0, Tier.MERGE),
         ("tests/engines/test_vllm.py", 1.0, Tier.WEEKLY),
+        ("tests/cuda_lane/test_cuda_lane.py", 1.0, Tier.WEEKLY),
     ],
 )
 def test_the_measured_time_moves_a_test_to_a_later_tier(path: str, seconds: float | None, tier: Tier) -> None:

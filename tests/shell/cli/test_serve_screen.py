@@ -16,15 +16,18 @@ from strata.cli.main import run
 from strata.cli.serve.commands import ready_sentences
 from strata.cli.serve.screen import screen
 from strata.train.core.commands import Timing
+from strata.train.core.replay_differences import ReplayDifferences
 from strata.train.settings import load_settings
 from strata.train.status.reports import (
     EngineStatus,
     GapStatus,
     HighGapStatus,
     RanksStatus,
+    RecoveryStatus,
     RunningStatus,
     ServerStatus,
     SnapshotStatus,
+    StoppedStatus,
     TenantStatus,
     Timeline,
 )
@@ -167,6 +170,34 @@ def test_a_server_that_has_done_nothing_is_told_in_whole_sentences() -> None:
     assert "1 dispatch," in shown
 
 
+def test_a_replay_that_differs_and_a_model_that_it_stopped_are_shown_with_the_command() -> None:
+    differences = ReplayDifferences(9, 2, 0.064, 0.12, 0.047, above=95, stops_at=95)
+    recovery = RecoveryStatus(
+        lost_at_s=NOW_S - 60, seconds=17.4, reason="gone", restored=90, replayed=11, differences=differences
+    )
+    assert not [each for each in text(changed(recovered=[recovery])) if each.startswith("!")]
+    stopped = StoppedStatus(
+        model_id="session-1:train:0",
+        tenant="key:a",
+        since_s=NOW_S - 40,
+        dispatch=95,
+        differences=differences,
+        reason="the replay differs",
+    )
+    lines = text(changed(recovered=[recovery], stopped=[stopped, stopped], stopped_models=2))
+    assert "! a model is stopped: the replay of dispatch 95 differs; 1 more" in lines
+    assert "  strata serve resolve session-1:train:0 --accept, or --roll-back" in lines
+    (replay,) = [each for each in lines if each.startswith("replay")]
+    assert "log probabilities by 0.047 nats" in replay
+    exact = msgspec.structs.replace(recovery, differences=ReplayDifferences(compared=11))
+    assert not [each for each in text(changed(recovered=[exact])) if each.startswith("replay")]
+
+
+def test_a_stopped_model_is_resolved_in_one_of_two_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", "resolve", "session-1:train:0"]) == ExitCode.USAGE
+    assert "choose --accept or --roll-back" in capsys.readouterr().err
+
+
 def test_times_have_the_unit_that_suits_them() -> None:
     assert [took(each) for each in (0.0004, 0.035, 0.9996, 12.3, 300)] == ["0.4ms", "35ms", "1.0s", "12s", "5m"]
 
@@ -189,9 +220,11 @@ def test_a_server_says_that_it_loads_its_model_before_it_does(
     file = tmp_path / "train.toml"
     file.write_text(f'[server]\nport = 0\ndata = "{tmp_path}/d"\n[model]\npath = "{tmp_path}/m"\nname = "tiny"\n')
     assert run(["serve", str(file)]) != ExitCode.OK
-    first, second, *_ = capsys.readouterr().err.splitlines()
+    first, second, third, *_ = capsys.readouterr().err.splitlines()
     assert first == "strata serve: loading the model tiny on 1 rank; Ctrl-C stops it"
-    assert "there is no model" in second
+    assert second.startswith("strata serve: ranks.nproc = 1, ranks.threads = 1, model.dtype = float32, ")
+    assert second.endswith("(on CPUs: nvidia-smi shows no CUDA device)")
+    assert "there is no model" in third
 
 
 def test_a_server_that_is_ready_names_its_address_its_key_and_its_dashboard(tmp_path: Path) -> None:

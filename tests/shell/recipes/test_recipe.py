@@ -51,7 +51,10 @@ def test_yaml_says_the_same_as_toml(tmp_path: Path) -> None:
         ('kind = "sft"\n[data]\npath = "x"\n[train]\nsteps = 1\nepochs = 1.0', "steps is set too"),
         ('kind = "sft"\n[data]\npath = "x"\n[eval]\nevery = 1', "needs a path, or a share"),
         ('kind = "grpo"\n[data]\npath = "x"\n[reward]\ncheck = "regex"', "reward.pattern: required"),
-        ('kind = "sft"\n[data]\npath = "x"\n[parallel]\ntensor = 2', "r.toml:4: parallel: parallel.tensor 2 does not"),
+        (
+            'kind = "sft"\n[data]\npath = "x"\n[server]\nranks = 3\n[parallel]\ntensor = 2',
+            "r.toml:6: parallel: parallel.tensor 2 does not",
+        ),
         (
             'kind = "grpo"\n[data]\npath = "x"\n[server]\nranks = 2\n[parallel]\npipeline = 2',
             "r.toml:7: parallel.pipeline: grpo samples, and ranks that are stages cannot",

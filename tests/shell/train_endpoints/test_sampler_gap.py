@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from strata.train.core.model_options import LossName
 from strata.train.runner.passes.losses import RULES, LossInputs, measure_loss, read_metrics
+from strata.train.runner.passes.packed_row import PackedDocument, pack_row
 from strata.train.status.pass_metrics import combine_metrics
 
 
 def measured(trained: list[float], sampled: list[float], advantages: list[float]) -> dict[str, float]:
     count = len(trained)
-    datum = LossInputs(
-        tokens=torch.zeros(count, dtype=torch.int64),
-        targets=torch.zeros(count, dtype=torch.int64),
-        weights=torch.ones(count),
-        logprobs=torch.tensor(sampled),
-        advantages=torch.tensor(advantages),
+    inputs = LossInputs(
+        tokens=np.zeros(count, np.int64),
+        targets=np.zeros(count, np.int64),
+        weights=np.ones(count, np.float32),
+        logprobs=np.array(sampled, np.float32),
+        advantages=np.array(advantages, np.float32),
         low=0.8,
         high=1.2,
         beta=0.0,
         mask=None,
     )
+    row = pack_row([PackedDocument(0, 0, LossName.PPO, inputs, None)], torch.device("cpu"))
+    (batch,) = row.batches
     logprobs = torch.tensor(trained, requires_grad=True)
-    return read_metrics([measure_loss(RULES[LossName.PPO].loss(logprobs, datum), datum, logprobs)])[0]
+    numbers = measure_loss(RULES[LossName.PPO].loss(logprobs, batch.inputs), batch.inputs, logprobs)
+    return read_metrics(numbers.numpy(), batch.counted, batch.sampled)[0]
 
 
 def test_the_gap_is_over_the_sampled_tokens_of_all_datums() -> None:

@@ -14,8 +14,8 @@ import torch
 from transformers import LlamaConfig, masking_utils
 
 from strata.train.runner.model import attention_kernels
-from strata.train.runner.model.attention import ATTENTION, Documents, document_attention
-from strata.train.runner.model.attention_kernels import AttentionTerms, Reach, States, attend_documents
+from strata.train.runner.model.attention import ATTENTION, document_attention, whole_row
+from strata.train.runner.model.attention_kernels import AttentionTerms, Documents, Reach, States, attend_documents
 from tests.shell.train_runner.dispatched import Dispatched
 
 LENGTHS: Final = (9, 1, 22, 6)
@@ -80,7 +80,7 @@ def with_gradients(attended: torch.Tensor, states: States, terms: AttentionTerms
 
 
 def compare(states: States, terms: AttentionTerms, tolerance: float) -> None:
-    ours = with_gradients(attend_documents(states, LENGTHS, terms), states, terms)
+    ours = with_gradients(attend_documents(states, Documents(LENGTHS), terms), states, terms)
     precise = [part.detach().cpu().double().requires_grad_() for part in states]
     exact: States = (precise[0], precise[1], precise[2])
     sinks = None if terms.sinks is None else terms.sinks.detach().cpu().double().requires_grad_()
@@ -121,8 +121,8 @@ def test_a_nan_stays_in_its_document(softcap: bool) -> None:
     for part in broken:
         part[:, :, start:end] = torch.nan
     leaves: States = (broken[0].requires_grad_(), broken[1].requires_grad_(), broken[2].requires_grad_())
-    sound = with_gradients(attend_documents(states, LENGTHS, terms), states, terms)[:4]
-    beside = with_gradients(attend_documents(leaves, LENGTHS, terms), leaves, terms)[:4]
+    sound = with_gradients(attend_documents(states, Documents(LENGTHS), terms), states, terms)[:4]
+    beside = with_gradients(attend_documents(leaves, Documents(LENGTHS), terms), leaves, terms)[:4]
     for number, (alone, together) in enumerate(zip(sound, beside, strict=True)):
         token = 1 if number == 0 else 2
         for unbroken in (slice(0, start), slice(end, None)):
@@ -135,7 +135,7 @@ def test_a_window_needs_no_mask_as_large_as_the_document_squared() -> None:
     states = tuple(torch.zeros(1, 1, tokens, 8, dtype=torch.float32) for _ in range(3))
     terms = AttentionTerms(reach=Reach(window=64))
     with Dispatched() as dispatched:
-        attend_documents((states[0], states[1], states[2]), [tokens], terms)
+        attend_documents((states[0], states[1], states[2]), Documents([tokens]), terms)
     assert dispatched.largest < tokens * tokens / 16
 
 
@@ -161,13 +161,16 @@ def test_the_mask_of_packed_documents_is_described_as_that_of_each(kind: str, re
     limits: Any = {"sliding_window": 4, "attention_chunk_size": 4}
     config = LlamaConfig(hidden_size=8, num_attention_heads=2, **limits)
     config._attn_implementation = ATTENTION
-    described = getattr(masking_utils, f"create_{kind}_mask")(
-        config=config,
-        inputs_embeds=torch.zeros(1, 9, 8),
-        attention_mask=None,
-        past_key_values=None,
-        position_ids=torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2]]),
-    )
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2]])
+    with Dispatched() as dispatched:
+        described = getattr(masking_utils, f"create_{kind}_mask")(
+            config=config,
+            inputs_embeds=torch.zeros(1, 9, 8),
+            attention_mask=whole_row(positions[0]),
+            past_key_values=None,
+            position_ids=positions,
+        )
+    assert dispatched.reads == 0, "transformers waits for the device"
     assert described == reach
 
 
@@ -177,7 +180,7 @@ def test_the_kernel_for_rows_takes_and_returns_the_right_shapes(reach: Reach, si
     """Without a CUDA device: shapes and arguments alone. Its numbers are in the next test."""
     states = drawn_states(torch.bfloat16, device="meta")
     terms = drawn_terms(reach, torch.bfloat16, softcap=False, sinks=sinks, device="meta")
-    attended = attention_kernels._attend_varlen(states, LENGTHS, terms)
+    attended = attention_kernels._attend_varlen(states, Documents(LENGTHS), terms)
     assert attended.shape == (1, sum(LENGTHS), HEADS, 8)
     leaves = [*states, *([terms.sinks] if terms.sinks is not None else [])]
     gradients = torch.autograd.grad(attended.sum(), leaves)

@@ -14,11 +14,13 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from strata.base.errors import Code, StrataError
 from strata.train.core.model_options import LoraConfig
 from strata.train.runner.experts import group_experts
 from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.lora.hooks import Adapters, Span
 from strata.train.runner.lora.targets import is_experts, targets_of
+from strata.train.runner.model.expert_parallel import DispatchSizes, ExpertParallel, RoutedPairs
 from tests.shell.train_runner import tiny_families
 from tests.shell.train_runner.dispatched import Dispatched
 
@@ -135,3 +137,20 @@ def test_no_number_is_read_by_the_host(family: str) -> None:
         with_gradients(experts, inputs, parameters)
     assert dispatched.count("grouped_mm") > 0
     assert dispatched.reads == 0
+
+
+@pytest.mark.parametrize(("kept", "wanted"), [(1, (TOKENS + 1, CHOSEN)), (0, (TOKENS, CHOSEN))])
+def test_a_recomputation_that_does_not_fit_what_was_kept_is_an_internal_error(
+    kept: int, wanted: tuple[int, int]
+) -> None:
+    experts = ExpertParallel()
+    forward, again = experts.checkpoint_contexts()
+    pairs = RoutedPairs(torch.zeros(TOKENS, CHOSEN), torch.zeros(1), DispatchSizes((), (), ()))
+    with forward as context:
+        assert context.recall(pairs.groups) is None
+        for _ in range(kept):
+            context.keep(pairs)
+    for _ in range(2):
+        with again as context, pytest.raises(StrataError, match="recomputed") as refused:
+            context.recall(torch.zeros(wanted))
+        assert refused.value.code is Code.INTERNAL

@@ -59,7 +59,6 @@ def run(command: list[str], timeout_s: int = 300) -> subprocess.CompletedProcess
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "MALLOC_MMAP_THRESHOLD_": "262144",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
     return subprocess.run(
         command,

@@ -109,4 +109,7 @@ def test_layers_are_not_compiled_without_a_compiler(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("shape", [(0,), (5,), (4096,), (3, 5000), (40, 512, 256)])
 def test_squares_are_summed_as_precisely_as_in_float64(shape: tuple[int, ...]) -> None:
     numbers = torch.rand(shape, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(sum_squares(numbers), numbers.double().square().sum(), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(sum_squares([numbers]), numbers.double().square().sum(), rtol=1e-6, atol=0.0)
+    others = [numbers / 3, torch.full((7,), 1e-3), numbers[:0]]
+    exact = sum(tensor.double().square().sum() for tensor in (numbers, *others))
+    torch.testing.assert_close(sum_squares([numbers, *others]), exact, rtol=1e-6, atol=0.0)

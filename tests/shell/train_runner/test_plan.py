@@ -250,19 +250,35 @@ def test_files_and_configuration_give_the_same_sizes(
         matrices = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256
         assert traced.rank_parameters == 512 * 128 * 3 // 2 + 4 * (matrices // 2 + 2 * 128) + 128
         return
-    # Both ways of two matrices, forward and backward; and how many pairs there are for each of four experts, with the
-    # adapter and without.
-    there_and_back = (128 + 2 * 128) + (128 + 128)
-    sent = 2 * pairs // mesh.tensor * there_and_back
-    numbers = CollectiveCost("all-to-all", "expert", "row", 4 * 9, 4 * (sent + 2 * 4 * 8))
+    # Both ways, forward and backward; and how many pairs there are for each of four experts, with the adapter and
+    # without.
+    sent = 2 * pairs // mesh.tensor * (128 + 128)
+    numbers = CollectiveCost("all-to-all", "expert", "row", 4 * 5, 4 * (sent + 2 * 4 * 8))
     if mesh.tensor == 1:
         assert traced.exchanges == [numbers]
         return
+    # A layer that is recomputed sends its pairs again, but not their numbers.
+    again = trace_cost(str(tmp_path), msgspec.structs.replace(recipe, checkpointing=1), mesh)
+    assert CollectiveCost("all-to-all", "expert", "row", 4 * 7, 4 * (sent * 3 // 2 + 2 * 4 * 8)) in again.exchanges
     # The ranks of both groups are the same here, and so is their name.
     assert numbers in traced.exchanges
     # Experts compute this rank's tokens: only those of attention are gathered.
     gathered = [(cost.calls, cost.bytes) for cost in traced.exchanges if cost.name == "all-gather"]
     assert gathered == [(4 * 2 + 3, (4 * 2 + 2) * row + logits)]
+
+
+def test_a_deep_model_gathers_no_less_than_a_few_of_its_layers(tmp_path: Path) -> None:
+    """With an expert group of all devices and recomputation, the peak of many layers is at another moment."""
+    recipe, mesh = MemoryRecipe(checkpointing=1), MeshShape(shard=64, expert=64)
+    gathered = []
+    for layers in (3, 94):
+        folder = tmp_path / str(layers)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**QWEN3_235B, "num_hidden_layers": layers}))
+        gathered.append(trace_cost(str(folder), recipe, mesh).gathered)
+    assert gathered[0] is not None
+    assert gathered[0].end > 10**9
+    assert gathered[1] == gathered[0]
 
 
 def test_devices_of_a_tensor_group_keep_slices_of_hidden_states_between_blocks(tmp_path: Path) -> None:

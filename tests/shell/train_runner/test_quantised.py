@@ -19,6 +19,7 @@ from strata.base.errors import Code, StrataError
 from strata.train.core import commands, model_options, ops
 from strata.train.launch.preflight import check_features, check_quantised
 from strata.train.parallel import ParallelSettings
+from strata.train.plan.devices import Hardware
 from strata.train.plan.memory_plan import QUANTISING_BYTES
 from strata.train.plan.model_check import check_model_files
 from strata.train.plan.quantisation import QuantisedKind
@@ -168,7 +169,9 @@ def test_two_ranks_that_share_a_quantised_base_make_the_numbers_of_one(tmp_path:
 
 
 def test_a_check_of_a_model_shows_how_much_less_it_needs_quantised(models: Path) -> None:
-    needs = {need.quantise or need.dtype: need for need in check_model_files(str(models / "llama"), 1).memory[:4]}
+    needs = {
+        need.quantise or need.dtype: need for need in check_model_files(str(models / "llama"), Hardware(), 1).memory[:4]
+    }
     # The package itself takes more than so small a model saves.
     assert needs["nf4"].start_bytes < needs["int8"].start_bytes < needs["bfloat16"].start_bytes + QUANTISING_BYTES
 

@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from strata.base.errors import Code, StrataError
@@ -20,7 +21,7 @@ from strata.train.runner.collectives import ShareGroup
 from strata.train.runner.lora.adapter import Adapter, AdapterPlacement, LoraPart
 from strata.train.runner.lora.targets import LoraTarget
 from strata.train.runner.snapshot import files
-from strata.train.runner.snapshot.state import SamplerTensors, SnapshotReader, check_layout
+from strata.train.runner.snapshot.state import HostCopies, SamplerTensors, SnapshotReader, check_layout
 from tests.support.torchrun import run_on_ranks
 
 ROOT: Final = Path(__file__).parents[3]
@@ -174,3 +175,25 @@ def test_a_rank_that_has_nothing_to_write_writes_a_file_that_is_read(tmp_path: P
     assert written is not None
     manifest = files.read_manifest(tmp_path / "1-group", written.digest)
     files.verify(tmp_path / "1-group", manifest, rank=0, ranks=1)
+
+
+def test_a_file_is_written_when_the_copies_of_the_device_are_there(tmp_path: Path) -> None:
+    copied = torch.zeros(5)
+    manifest = manifest_of(files.FORMAT, ranks=1, written={})
+    writer = files.SnapshotWriter(0, 30.0)
+    writer.start(
+        1, tmp_path / "1-group", files.SnapshotCopy(manifest, {"own": copied}, wait=lambda: copied.fill_(3.0)), 0.0
+    )
+    writer.join(30.0)
+    with safe_open(tmp_path / "1-group" / files.rank_file(0), framework="pt") as written:
+        assert torch.equal(written.get_tensor("own"), torch.full((5,), 3.0))
+
+
+def test_a_copy_on_the_host_has_the_numbers_of_the_moment_when_it_was_made() -> None:
+    copies, numbers = HostCopies(torch.device("cpu")), torch.arange(6.0).view(2, 3)
+    copied = copies.copy(numbers.t())
+    numbers.zero_()
+    copies.hold_writes()
+    copies.wait()
+    assert torch.equal(copied, torch.arange(6.0).view(2, 3).t())
+    assert copied.is_contiguous()

@@ -14,6 +14,7 @@ from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model import attention_kernels
 from strata.train.runner.model.attention_kernels import (
     AttentionTerms,
+    Documents,
     Reach,
     attend_continuation,
     attend_documents,
@@ -152,7 +153,7 @@ def test_the_rest_of_a_document_attends_as_in_the_whole_document(
     generator = torch.Generator().manual_seed(1)
     query = torch.randn((1, 4, 40, 8), generator=generator)
     key, value = torch.randn((2, 1, 2, 40, 8), generator=generator)
-    whole = attend_documents((query, key, value), [40], terms)
+    whole = attend_documents((query, key, value), Documents([40]), terms)
     for before in (1, 16, 33, 39):
         rest = attend_continuation((query[:, :, before:], key, value), terms)
         torch.testing.assert_close(rest, whole[:, before:], atol=1e-5, rtol=1e-5)

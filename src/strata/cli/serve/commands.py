@@ -1,4 +1,4 @@
-"""`strata serve CONFIG` and `strata serve status`: options, the sentences when a server is ready, timeout 15 s."""
+"""`strata serve` CONFIG, status and resolve: options, the sentences when a server is ready, timeout 15 s."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from strata.cli.layout import print_once
 from strata.cli.options import configure_log
 from strata.cli.output import Format, print_error
 from strata.cli.serve.screen import screen
-from strata.cli.training_server import connect_server, context_option, key_file_option
+from strata.cli.training_server import connect_server, context_option, key_file_option, server_options
 from strata.cli.watch import live_rows, view_options
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from strata.train.status.reports import ServerStatus
 
 ANSWER_S: Final = 15.0
+MODEL_SETTINGS: Final = "serve.toml"
+"""A file in the data folder: the settings of a server that was started with the name of a model alone."""
 NAME_A_SERVER: Final = (
     "one that you started yourself: strata serve status CONFIG; one of a hub: log in with a researcher's key "
     "(strata keys create), or see the hub's dashboard"
@@ -37,12 +39,13 @@ def serve() -> None:
 
 
 @serve.command()
-@click.argument("config", type=click.Path(path_type=Path, dir_okay=False, exists=True), metavar="CONFIG")
+@click.argument("config", metavar="CONFIG|MODEL")
 @click.option("--make-keys", is_flag=True, help="Create the keys for links to ranks on other machines, and exit.")
-def run(config: Path, *, make_keys: bool) -> None:
+def run(config: str, *, make_keys: bool) -> None:
     """Run a training server, which trains a model through an API.
 
-    CONFIG is a TOML file with the sections server, model, ranks, limits, sampling, snapshots, checkpoints and
+    MODEL is a folder or an id in the Hugging Face cache, and everything else is left to defaults and devices. CONFIG is
+    a TOML file with the sections server, model, ranks, limits, sampling, snapshots, checkpoints and
     inference; every setting can also be set in the environment (STRATA_MODEL_PATH, …). The command starts the ranks,
     the orchestrator and the API servers, and restarts each when it dies. SIGTERM stops them in order. With ranks.mode =
     "connect" it attaches to ranks that were started elsewhere.
@@ -51,32 +54,76 @@ def run(config: Path, *, make_keys: bool) -> None:
 
     for module in ("zmq", "starlette"):
         require(module, extra="train")
+    from strata.base.settings import process_environment
     from strata.train.link.keys import make_first_keys
+    from strata.train.plan.defaults import resolve_settings
+    from strata.train.plan.devices import read_machine
+    from strata.train.plan.model_files import find_model_files
     from strata.train.settings import load_settings
 
-    settings = load_settings(config)
+    file = _settings_file(config)
+    settings = load_settings(file)
     if make_keys:
         make_first_keys(settings.keys)
         return
     if settings.ranks.mode == "auto":
         require("torch", extra="train")
     configure_log(settings.server.log_format, settings.server.log_level)
+    machine = read_machine(process_environment())
+    resolution = resolve_settings(settings, machine, find_model_files(settings.model.path))
+    settings = resolution.settings
     model, ranks = settings.model.base_model, _ranks(settings)
     # Before the imports of the launcher, which take seconds.
     print_error(f"strata serve: loading the model {model} on {ranks}; Ctrl-C stops it")
+    for sentence in resolution.sentences():
+        print_error(f"strata serve: {sentence}")
     from strata.train.launch.launcher import run_launcher
 
     def announce(address: str) -> None:
         for sentence in ready_sentences(settings, address):
             print_error(f"strata serve: {sentence}")
 
-    run_launcher(settings, config, announce, api_module="strata.cli.serve.api_process")
+    run_launcher(resolution, file, announce, api_module="strata.cli.serve.api_process")
+
+
+def _settings_file(named: str) -> Path:
+    """Returns the settings file; for a model one that says nothing else, in the data folder of its server."""
+    file = Path(named)
+    if file.is_file():
+        return file
+    import json
+
+    from strata.base.atomic import write_file
+    from strata.base.private import private_folder
+    from strata.train.hugging_face import find_folder
+    from strata.train.settings import load_settings
+
+    if find_folder(named) is None:
+        raise click.BadParameter(
+            f"{named!r} is no settings file, no folder of a model, and no id of a model that 'strata models pull' got",
+            param_hint="CONFIG|MODEL",
+        )
+    path = str(file.absolute()) if file.is_dir() else named
+    file = private_folder(load_settings(None, flags={"model.path": path}).data) / MODEL_SETTINGS
+    content = f"[model]\npath = {json.dumps(path)}\n".encode()
+    if file.exists() and file.read_bytes() != content:
+        raise StrataError(
+            Code.CONFLICT,
+            f"{file} is of a server with another model",
+            hint="run it in another folder, or set STRATA_SERVER_DATA",
+        )
+    write_file(file, content)
+    return file
 
 
 def _ranks(settings: ServerSettings) -> str:
     from strata.cli.fleet.client import format_count
 
-    return "ranks started elsewhere" if settings.ranks.mode == "connect" else format_count(settings.ranks.nproc, "rank")
+    return (
+        "ranks started elsewhere"
+        if settings.ranks.mode == "connect"
+        else format_count(settings.by_device.nproc, "rank")
+    )
 
 
 def ready_sentences(settings: ServerSettings, address: str) -> list[str]:
@@ -121,3 +168,27 @@ def _fetch_status(client: HubClient) -> ServerStatus:
         missing = "there is no training server at this address"
         message = missing if error.code is Code.NOT_FOUND else error.message
         raise StrataError(error.code, message, hint=NAME_A_SERVER) from error
+
+
+@serve.command()
+@click.argument("model", metavar="MODEL")
+@click.option("--accept", "action", flag_value="accept", help="Go on with the numbers of the replay.")
+@click.option("--roll-back", "action", flag_value="roll_back", help="Load the last checkpoint from before the replay.")
+@server_options
+def resolve(*, model: str, action: str | None, server: str | None, key_file: Path | None, context: str | None) -> None:
+    """Resume MODEL, which is stopped because its replay differed from the first run.
+
+    With --accept it goes on with the weights of the replay. With --roll-back it loads its last checkpoint: results of
+    operations after that are of weights that it no longer has. Either way refused operations stay refused; submit them
+    again. A researcher resolves models of their own, an operator those of all.
+    """
+    from strata.train.wire.bodies import ResolveBody
+    from strata.train.wire.replies import ResolvedReply
+
+    if action is None:
+        raise click.UsageError("choose --accept or --roll-back")
+    body = ResolveBody(action="accept" if action == "accept" else "roll_back")
+    with connect_server(server, key_file, context, own="operator.token", timeout_s=ANSWER_S) as client:
+        reply = client.call("POST", f"/api/v1/training_runs/{model}/replay", ResolvedReply, body=body)
+    words = "loads its last checkpoint" if reply.request_id else "goes on with the numbers of the replay"
+    print_error(f"model {model} {words}")

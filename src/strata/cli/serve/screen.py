@@ -88,6 +88,14 @@ def _alerts(status: ServerStatus) -> list[Cell]:
         limit = f"alarm above {status.gap_alarm_nats:g}"
         words = f"! sampler and trainer differ by {worst.gap.mean:.3g} nats per token ({limit}){others}"
         alerts += [Cell(words[:LINE], "bold red"), Cell(f"  model {worst.model_id}", "red")]
+    if status.stopped:
+        first = status.stopped[0]
+        others = f"; {len(status.stopped) - 1} more" if len(status.stopped) > 1 else ""
+        alerts += [
+            Cell(f"! a model is stopped: the replay of dispatch {first.dispatch} differs{others}", "bold red"),
+            Cell(f"  {first.differences.describe()}"[:LINE], "red"),
+            Cell(f"  strata serve resolve {first.model_id} --accept, or --roll-back", "red"),
+        ]
     return alerts + [
         Cell(f"! {each.name} is {each.state}: {each.reason}"[:LINE], "bold red")
         for each in status.engines
@@ -106,6 +114,7 @@ def _sentences(status: ServerStatus) -> list[str]:
         f"{status.sampled_tokens_per_s:,.0f} sampled, in the last minute",
         f"places     {status.models} of {status.slots} models, {status.samplers} of {status.sampler_places} samplers",
         f"ranks      {group}{_recoveries(status)}",
+        *([f"replay     {found}"] if (found := _replay(status)) else []),
         *([f"engines    {_engines(status)}"] if status.engines else []),
         f"snapshot   {_snapshot(status)}",
         f"journal    {status.dispatched} {'dispatch' if status.dispatched == 1 else 'dispatches'}, "
@@ -142,6 +151,16 @@ def _recoveries(status: ServerStatus) -> str:
         return "no recoveries"
     last = f", the last in {took(status.recovery_s)}" if status.recovery_s is not None else ""
     return f"recovered {format_count(status.recoveries, 'time')}{last}"
+
+
+def _replay(status: ServerStatus) -> str:
+    """Says how far the last replay was from the first run; empty if it was the same, all of it."""
+    found = status.recovered[0].differences if status.recovered else None
+    if found is None:
+        return ""
+    lost = f"{found.not_compared} passes and steps not compared" if found.not_compared else ""
+    differs = found.describe() if found.loss or found.gradient_norm or found.logprobs else ""
+    return "; ".join(each for each in (differs, lost) if each)
 
 
 def _engines(status: ServerStatus) -> str:

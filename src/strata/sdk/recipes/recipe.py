@@ -114,10 +114,11 @@ class RecipeServer(_Section, frozen=True, kw_only=True):
 
     url: str = ""
     key_file: str = ""
-    ranks: Count = 1
-    threads: Count = 1
+    ranks: Count | None = None
+    """Ranks; by device unless set, as `ranks.nproc` of a server. The same holds for `threads` and `dtype`."""
+    threads: Count | None = None
     """Threads of each rank."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] | None = None
     quantise: Literal["", "nf4", "int8"] = ""
     """How the frozen base is quantised; empty: not at all."""
 
@@ -266,7 +267,7 @@ def _conflicts(recipe: Recipe) -> list[tuple[tuple[str, ...], str]]:
         found.append((("reward", "pattern"), 'required for check = "regex"'))
     if recipe.kind == "grpo" and reward.check not in ("exact", "number", "regex") and ":" not in reward.check:
         found.append((("reward", "check"), 'expected "exact", "number", "regex" or "FILE.py:FUNCTION"'))
-    if problem := recipe.parallel.problem(recipe.server.ranks):
+    if recipe.server.ranks is not None and (problem := recipe.parallel.problem(recipe.server.ranks)):
         found.append((("parallel",), problem))
     samples = recipe.kind == "grpo" or (recipe.kind == "distill" and recipe.distill.mode == "on_policy")
     verdict = assess(Combination(parallel=recipe.parallel, quantise=recipe.server.quantise, samples=samples))

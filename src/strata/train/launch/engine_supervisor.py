@@ -28,6 +28,7 @@ from strata.base.errors import Code, StrataError
 from strata.train.endpoints.engine_report import EngineCondition, EngineReport
 from strata.train.hugging_face import find_folder
 from strata.train.launch.supervised_process import ProcessCommand, SupervisedProcess
+from strata.train.plan.device_placement import DevicePlacement, engine_size
 from strata.train.settings import ServerSettings
 
 MODULE: Final = "vllm.entrypoints.openai.api_server"
@@ -85,12 +86,15 @@ def check_engine(settings: ServerSettings, environment: Mapping[str, str]) -> No
         )
 
 
-def engine_command(settings: ServerSettings, name: str, environment: Mapping[str, str], key: str) -> ProcessCommand:
+def engine_command(
+    settings: ServerSettings, name: str, environment: Mapping[str, str], key: str, placement: DevicePlacement
+) -> ProcessCommand:
+    """The engine sees the devices that it is placed on, and no others."""
     model, inference = settings.model, settings.inference
     arguments = [
         *(_python(settings), "-m", MODULE),
         *("--model", str(find_folder(model.path) or model.path), "--served-model-name", model.base_model),
-        *("--dtype", model.dtype, "--uds", str(settings.engine_socket(name))),
+        *("--dtype", settings.by_device.dtype, "--uds", str(settings.engine_socket(name))),
         *("--enable-server-load-tracking", "--disable-uvicorn-access-log"),
     ]
     variables = {
@@ -109,10 +113,13 @@ def engine_command(settings: ServerSettings, name: str, environment: Mapping[str
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     else:
         variables["VLLM_SERVER_DEV_MODE"] = "1"
+    devices = len(placement.engines.get(name, ()))
+    if devices > 1 and engine_size(inference.arguments) is None:
+        arguments += ["--tensor-parallel-size", str(devices)]
     return ProcessCommand(
         name=f"engine {name}",
         arguments=[*arguments, *inference.arguments],
-        environment=_engine_environment(settings, environment) | variables,
+        environment=_engine_environment(settings, environment) | variables | placement.engine_variables(name),
         log=settings.engine_log(name),
     )
 
@@ -173,7 +180,13 @@ class EngineHealth:
 
 class EngineSupervisor:
     def __init__(
-        self, settings: ServerSettings, name: str, environment: Mapping[str, str], clock: Clock, key: str
+        self,
+        settings: ServerSettings,
+        name: str,
+        environment: Mapping[str, str],
+        clock: Clock,
+        key: str,
+        placement: DevicePlacement,
     ) -> None:
         self.name = name
         self.ready = asyncio.Event()
@@ -183,7 +196,7 @@ class EngineSupervisor:
         self._key = key
         self._fault = ""
         self._reported: EngineReport | None = None
-        command = engine_command(settings, name, environment, key)
+        command = engine_command(settings, name, environment, key, placement)
         self.process = SupervisedProcess(command, clock, lambda _: None, self._on_start)
 
     async def supervise(self) -> None:

@@ -38,6 +38,7 @@ from strata.train.launch.preflight import (
 )
 from strata.train.launch.supervised_process import EVENTS, MAX_FAILED_STARTS, ProcessCommand, SupervisedProcess
 from strata.train.link.keys import make_keys, read_keys
+from strata.train.plan.defaults import ResolvedSettings
 from strata.train.settings import LAUNCHER_LOCK, ServerSettings, check_exposure
 
 API_MODULE: Final = "strata.train.api"
@@ -48,6 +49,10 @@ RANKS_S: Final = 5.0
 """How long the ranks may take to end by themselves before they are signalled."""
 ENGINE_STOP_S: Final = 5.0
 """How long an engine may take to end: it has no state."""
+ALLOCATOR: Final = "PYTORCH_ALLOC_CONF"
+OLD_ALLOCATOR: Final = "PYTORCH_CUDA_ALLOC_CONF"
+FLIGHT_RECORDS: Final = 2000
+"""Collectives that each rank keeps."""
 START_S: Final = 60.0
 """How long orchestrator and API server may take to be ready."""
 
@@ -69,39 +74,40 @@ _log = log.get(__name__)
 
 
 def run_launcher(
-    settings: ServerSettings, file: Path, announce: Callable[[str], None], *, api_module: str = API_MODULE
+    resolution: ResolvedSettings, file: Path, announce: Callable[[str], None], *, api_module: str = API_MODULE
 ) -> None:
     """`api_module` is what API servers run: that of the layer, or one that serves more beside the API."""
     otel.check(process_environment())
     set_private_umask()
-    asyncio.run(_run_until_signal(settings, file.absolute(), announce, api_module))
+    asyncio.run(_run_until_signal(resolution, file.absolute(), announce, api_module))
 
 
 async def _run_until_signal(
-    settings: ServerSettings, file: Path, announce: Callable[[str], None], api_module: str
+    resolution: ResolvedSettings, file: Path, announce: Callable[[str], None], api_module: str
 ) -> None:
-    stop = asyncio.Event()
+    settings, stop = resolution.settings, asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     require_private_folder(settings.data, "the server's files")
     with lock_folder(settings.data):
         await prepare_first_key(settings, SystemClock())
-        launcher = Launcher(settings, file, process_environment(), SystemClock(), api_module=api_module)
+        launcher = Launcher(resolution, file, process_environment(), SystemClock(), api_module=api_module)
         await launcher.run(stop, announce)
 
 
 class Launcher:
     def __init__(
         self,
-        settings: ServerSettings,
+        resolution: ResolvedSettings,
         file: Path,
         environment: Mapping[str, str],
         clock: Clock,
         *,
         api_module: str = API_MODULE,
     ) -> None:
-        self._settings = settings
+        self._resolution = resolution
+        self._settings = settings = resolution.settings
         self._api_module = api_module
         self._clock = clock
         holder = Ids(clock).new("launcher")
@@ -112,13 +118,15 @@ class Launcher:
         self._environment = environment
         self._ranks: SupervisedProcess | None = None
         if settings.ranks.mode == "auto":
-            self._ranks = SupervisedProcess(rank_command(settings, file, environment), clock, lambda _: None)
+            self._ranks = SupervisedProcess(rank_command(resolution, file, environment), clock, lambda _: None)
         self._orchestrator = SupervisedProcess(
-            orchestrator_command(file, holder, environment), clock, self._on_orchestrator_event
+            orchestrator_command(file, holder, {**environment, **resolution.variables}),
+            clock,
+            self._on_orchestrator_event,
         )
         self._engine_key = secrets.token_hex(32)
         self._engines = [
-            EngineSupervisor(settings, name, environment, clock, self._engine_key)
+            EngineSupervisor(settings, name, environment, clock, self._engine_key, resolution.placement)
             for name in settings.inference.engines
         ]
         self._api_servers: list[SupervisedProcess] = []
@@ -146,7 +154,7 @@ class Launcher:
                 guard.close()
 
     def _prepare(self) -> None:
-        settings = self._settings
+        resolution, settings = self._resolution, self._settings
         check_exposure(settings.server.host)
         if settings.server.listen == "tcp":
             # The API servers start last: a port that is taken is reported before anything is loaded.
@@ -160,8 +168,10 @@ class Launcher:
             check_mesh(settings)
             check_model(settings)
             check_quantised(settings)
-            check_memory(settings)
+            check_memory(resolution)
             shutil.rmtree(settings.compile_folder, ignore_errors=True)
+            if resolution.placement.ranks:
+                flight_records(settings).mkdir(mode=0o700, parents=True, exist_ok=True)
             if over_tcp:
                 make_keys(settings.keys)
         else:
@@ -169,7 +179,9 @@ class Launcher:
             if over_tcp:
                 # The operator who starts the ranks has given them a copy.
                 read_keys(settings.keys)
-        report_experimental_features(settings)
+        report_experimental_features(resolution)
+        for choice in resolution.choices:
+            _log.debug("setting_resolved", name=choice.setting, value=choice.value, reason=choice.reason)
         check_engine(settings, self._environment)
         if self._engines:
             write_engine_key(settings, self._engine_key)
@@ -291,10 +303,11 @@ def _bind(settings: ServerSettings) -> socket.socket:
     return guard
 
 
-def rank_command(settings: ServerSettings, file: Path, environment: Mapping[str, str]) -> ProcessCommand:
+def rank_command(resolution: ResolvedSettings, file: Path, environment: Mapping[str, str]) -> ProcessCommand:
     """The parent of all ranks of this machine, which forks them, and forks the next group when one of them dies."""
+    settings, placement = resolution.settings, resolution.placement
     variables = {
-        "OMP_NUM_THREADS": str(settings.ranks.threads),
+        "OMP_NUM_THREADS": str(settings.by_device.threads),
         # The model is a local folder or in the local cache: nothing is fetched while a server starts.
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -304,8 +317,31 @@ def rank_command(settings: ServerSettings, file: Path, environment: Mapping[str,
     if sys.platform == "linux":
         # A single node: the traffic between the ranks stays on it.
         variables |= {"GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
+    variables |= resolution.variables | placement.rank_variables
+    if placement.ranks:
+        variables |= {name: value for name, value in _cuda_variables(settings).items() if name not in environment}
+        if OLD_ALLOCATOR in environment:
+            # torch takes the older name before the newer one.
+            del variables[ALLOCATOR]
     arguments = (sys.executable, "-m", "strata.train.runner.single_node", "--settings", str(file))
     return ProcessCommand("ranks", arguments, _without(environment, _SECRETS) | variables)
+
+
+def flight_records(settings: ServerSettings) -> Path:
+    """Returns where ranks on CUDA devices write what collectives they were in when one took too long."""
+    return settings.data / "logs" / "collectives"
+
+
+def _cuda_variables(settings: ServerSettings) -> dict[str, str]:
+    """Returns what torch reads when it is imported or when ranks connect, unless the environment says otherwise."""
+    return {
+        # Rows of ever new lengths would leave holes in memory that no later row fits into.
+        ALLOCATOR: "expandable_segments:True",
+        # Every rank keeps its last collectives, and writes them when one takes too long: `rank_0`, `rank_1`, …
+        "TORCH_FR_BUFFER_SIZE": str(FLIGHT_RECORDS),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": str(flight_records(settings) / "rank_"),
+    }
 
 
 def orchestrator_command(file: Path, holder: str, environment: Mapping[str, str]) -> ProcessCommand:

@@ -7,22 +7,26 @@ only what cannot work, and warns of what may not.
 
 from __future__ import annotations
 
-import shutil
-import subprocess
+import math
+from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
-from strata.base.settings import process_environment
 from strata.base.support import report_experimental
 from strata.train.combinations import Combination, assess, check_combination
 from strata.train.hugging_face import find_folder
-from strata.train.plan.model_cost import NVIDIA_SMI, estimate, memory_recipe, weight_saved_bytes
-from strata.train.plan.model_files import read_config, read_model_files
+from strata.train.plan.defaults import ResolvedSettings
+from strata.train.plan.device_placement import DevicePlacement
+from strata.train.plan.model_cost import estimate, memory_recipe, weight_saved_bytes
+from strata.train.plan.model_files import ModelFiles, find_model_files, read_config, read_model_files
 from strata.train.settings import ServerSettings, check_quantise_package
 
+SMALLER_SHARE: Final = (
+    "lower --gpu-memory-utilization in inference.arguments (vLLM takes 0.9 of a device unless it is set), or give"
+    " engines devices of their own"
+)
 _log = log.get(__name__)
 
 
@@ -39,7 +43,7 @@ def check_model(settings: ServerSettings) -> None:
 
 def check_mesh(settings: ServerSettings) -> None:
     """INVALID if the ranks do not form the mesh that `parallel` describes, or the model cannot be on it."""
-    if problem := settings.parallel.problem(settings.ranks.nproc):
+    if problem := settings.parallel.problem(settings.by_device.nproc):
         raise StrataError(Code.INVALID, problem)
     check_features(settings)
     if problem := settings.parallel.shape_problem(_config(settings) or {}):
@@ -52,10 +56,10 @@ def check_features(settings: ServerSettings) -> None:
     check_combination(server_combination(settings))
 
 
-def report_experimental_features(settings: ServerSettings) -> None:
+def report_experimental_features(resolution: ResolvedSettings) -> None:
     """Log a line for each feature of the server that is experimental, alone or in this combination."""
-    combination, ranks = server_combination(settings), settings.ranks
-    devices = (memory_recipe(settings).device, "nccl" if ranks.backend == "nccl" else "")
+    combination, ranks = server_combination(resolution.settings), resolution.settings.ranks
+    devices = (resolution.device, "nccl" if ranks.backend == "nccl" else "")
     report_experimental((*combination.features, *devices, "ranks.mode" if ranks.mode == "connect" else ""))
     verdict = assess(combination)
     if verdict.level == "experimental":
@@ -93,23 +97,27 @@ def check_quantised(settings: ServerSettings) -> None:
         raise StrataError(Code.INVALID, f"{settings.model.base_model} has no layer that can be quantised to {quantise}")
 
 
-def check_memory(settings: ServerSettings) -> None:
-    """INVALID if the model cannot fit. A model whose weights are not here is not checked."""
-    folder = find_folder(settings.model.path)
-    model = None if folder is None else read_model_files(folder)
-    if model is None or not model.shapes:
+def check_memory(resolution: ResolvedSettings) -> None:
+    """INVALID if the model cannot fit, on ranks or engines. A model whose weights are not here is not checked."""
+    settings = resolution.settings
+    model = find_model_files(settings.model.path)
+    if model is None:
         _log.info("memory_check_skipped", reason="the weights are not on this machine")
         return
-    needed, available = estimate(settings, model), available_bytes(settings)
+    _check_engines(resolution, model)
+    needed, available = estimate(settings, model, resolution.device), resolution.rank_bytes
     if available is None:
         return
     if needed.base > available:
-        ranks = settings.ranks.nproc
+        ranks = settings.by_device.nproc
         room = f" on each of {ranks} ranks, and each has" if ranks > 1 else ", and there are"
+        beside = ", beside what the engines take of the same devices" if _is_shared(resolution.placement) else ""
         raise StrataError(
             Code.INVALID,
-            f"{settings.model.base_model} needs {_gb(needed.base)} GB{room} {_gb(available)} GB",
-            hint="use bfloat16, more devices, LoRA instead of full training, a quantised base, or a smaller model",
+            f"{settings.model.base_model} needs {_gb(needed.base)} GB{room} {_gb(available)} GB{beside}",
+            hint=SMALLER_SHARE
+            if beside
+            else "use bfloat16, more devices, LoRA instead of full training, a quantised base, or a smaller model",
         )
     if needed.full > available:
         _log.warning(
@@ -120,35 +128,37 @@ def check_memory(settings: ServerSettings) -> None:
         )
 
 
-def available_bytes(settings: ServerSettings) -> int | None:
-    """Returns for each rank the free memory of its device, or its share of the machine's."""
-    ranks = settings.ranks.nproc
-    if settings.ranks.backend != "gloo" and (on_gpu := _gpu_bytes(ranks)) is not None:
-        return on_gpu
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    fields = {name: value for name, _, value in (line.partition(":") for line in lines)}
-    return (int(fields["MemAvailable"].split()[0]) << 10) // ranks if "MemAvailable" in fields else None
+def _check_engines(resolution: ResolvedSettings, model: ModelFiles) -> None:
+    """INVALID if the weights alone are more than an engine takes of its devices, or if engines are to take more than
+    there is. An engine that computes on CPUs is not checked."""
+    settings, placement = resolution.settings, resolution.placement
+    item_bytes = memory_recipe(settings, resolution.device).item_bytes
+    weights = sum(map(math.prod, model.shapes.values())) * item_bytes
+    share = placement.engine_share
+    on_device = Counter(device.number for devices in placement.engines.values() for device in devices)
+    for name, devices in placement.engines.items():
+        for device in devices:
+            taken = int(share * device.total_bytes)
+            if weights / len(devices) > taken:
+                raise StrataError(
+                    Code.INVALID,
+                    f"{name} needs {_gb(weights // len(devices))} GB for weights on each of its devices, and takes "
+                    f"{_gb(taken)} GB of device {device.number}",
+                    hint="give it more devices (inference.devices_per_engine), or a larger --gpu-memory-utilization",
+                )
+            if taken * on_device[device.number] > device.free_bytes:
+                raise StrataError(
+                    Code.INVALID,
+                    f"engines are to take {share * on_device[device.number]:.0%} of device {device.number}, which is "
+                    f"{_gb(taken * on_device[device.number])} GB, and {_gb(device.free_bytes)} GB are free",
+                    hint=SMALLER_SHARE,
+                )
 
 
-def _gpu_bytes(ranks: int) -> int | None:
-    """Free memory of the fullest of as many devices as there are ranks; None without a driver."""
-    tool = shutil.which(NVIDIA_SMI)
-    if tool is None:
-        return None
-    query = [tool, "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    if shown := process_environment().get("CUDA_VISIBLE_DEVICES"):
-        query.append(f"--id={shown}")
-    try:
-        output = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-        free = [int(line) << 20 for line in output.split()]
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-    # Rank n has device n of those that it is shown.
-    return min(free[:ranks], default=0) or None
+def _is_shared(placement: DevicePlacement) -> bool:
+    engines = {device.number for devices in placement.engines.values() for device in devices}
+    return any(device.number in engines for device in placement.ranks)
 
 
-def _gb(size: int) -> str:
+def _gb(size: int | float) -> str:
     return f"{size / 1e9:.3g}"

@@ -1,1 +1,1 @@
-"""The plan of a server's memory: sizes of a model from its files, and the arithmetic from sizes to a device's bytes."""
+"""The plan of a server: sizes of a model from its files, the arithmetic from sizes to bytes, and defaults by device."""

@@ -20,7 +20,7 @@ from strata.train.plan.quantisation import Quantise
 
 MARGIN: Final = 0.10
 """Added to everything that is traced or estimated."""
-UNEVEN: Final = 0.05
+UNEVEN: Final = 0.08
 """The share of activations that is added in expert groups: tokens do not choose all experts equally often, as the trace
 assumes."""
 PROCESS_BYTES: Final = {"cuda": 1 << 30, "cpu": 400 << 20}
@@ -208,10 +208,10 @@ def plan_device(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> Devic
 
 
 def is_replicated(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> bool:
-    """A frozen base that is small is on every device in full, without FSDP."""
+    """A frozen base that is small, or has a single device, is on every device in full, without FSDP."""
     is_small = cost.parameters * recipe.item_bytes - cost.saved_bytes <= recipe.replicated_bytes
     is_split = mesh.tensor > 1 or mesh.expert > 1 or mesh.pipeline > 1
-    return is_small and not (recipe.full or recipe.offload or is_split)
+    return (is_small or mesh.devices == 1) and not (recipe.full or recipe.offload or is_split)
 
 
 def collective_costs(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> tuple[CollectiveCost, ...]:

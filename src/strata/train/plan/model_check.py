@@ -20,6 +20,9 @@ from strata.base.errors import Code, StrataError
 from strata.train.combinations import assess_groups
 from strata.train.hugging_face import find_folder
 from strata.train.peft.layers import TOWERS
+from strata.train.plan.defaults import Choice, resolve_settings
+from strata.train.plan.device_values import Dtype
+from strata.train.plan.devices import Hardware, repeated
 from strata.train.plan.model_cost import estimate
 from strata.train.plan.model_files import ModelFiles, read_config, read_model_files
 from strata.train.plan.quantisation import Quantise
@@ -47,7 +50,7 @@ class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of each rank, and so of each device."""
 
     training: Literal["lora", "full"]
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Dtype
     quantise: Quantise
     start_bytes: int
     """The least to start with."""
@@ -69,6 +72,8 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it can be on groups of ranks of each kind, with the reason."""
     parameters: int
     ranks: int
+    settings: Sequence[Choice]
+    """What a server of this machine would choose, with the reasons."""
     memory: Sequence[MemoryNeed]
 
 
@@ -85,8 +90,9 @@ def support_of(family: str) -> FamilyOutcome:
     return known_families().get(family, unknown)
 
 
-def check_model_files(model: str, ranks: int) -> ModelReport:
-    """NOT_FOUND if there is no such model here, INVALID if it has no weights."""
+def check_model_files(model: str, machine: Hardware, ranks: int | None = None) -> ModelReport:
+    """Reports of a server on this machine; with so many ranks, as if it had a device for each. NOT_FOUND if there is no
+    such model here, INVALID if it has no weights."""
     folder = find_folder(model)
     if folder is None:
         raise StrataError(
@@ -99,6 +105,9 @@ def check_model_files(model: str, ranks: int) -> ModelReport:
         raise StrataError(Code.INVALID, f"{folder} has no weights in safetensors")
     family = family_of(folder)
     outcome = support_of(family)
+    if ranks is not None and machine.devices:
+        machine = msgspec.structs.replace(machine, devices=repeated(machine.devices, ranks))
+    chosen = resolve_settings(_settings(ranks), machine, files)
     return ModelReport(
         family=family,
         support=outcome.support,
@@ -111,11 +120,15 @@ def check_model_files(model: str, ranks: int) -> ModelReport:
             for setting, verdict in assess_groups(files.config).items()
         },
         parameters=sum(math.prod(shape) for shape in files.shapes.values()),
-        ranks=ranks,
+        ranks=chosen.settings.by_device.nproc,
+        settings=chosen.choices,
         memory=[
-            *(_need(files, ranks, training="lora", dtype="bfloat16", quantise=kind) for kind in ("nf4", "int8")),
             *(
-                _need(files, ranks, training=training, dtype=dtype)
+                _need(files, machine, ranks, training="lora", dtype="bfloat16", quantise=kind)
+                for kind in ("nf4", "int8")
+            ),
+            *(
+                _need(files, machine, ranks, training=training, dtype=dtype)
                 for training in ("lora", "full")
                 for dtype in ("bfloat16", "float32")
             ),
@@ -127,17 +140,22 @@ def family_of(folder: Path) -> str:
     return str(read_config(folder).get("model_type", ""))
 
 
-def _need(files: ModelFiles, ranks: int, **model: Any) -> MemoryNeed:
-    settings = ServerSettings(
+def _settings(ranks: int | None, **model: Any) -> ServerSettings:
+    return ServerSettings(
         server=ServerSection(),
         model=ModelSettings(path="", **model),
         ranks=RankSettings(nproc=ranks),
         limits=LimitSettings(),
     )
-    needed = estimate(settings, files)
+
+
+def _need(files: ModelFiles, machine: Hardware, ranks: int | None, **model: Any) -> MemoryNeed:
+    resolution = resolve_settings(_settings(ranks, **model), machine, files)
+    settings = resolution.settings
+    needed = estimate(settings, files, resolution.device)
     return MemoryNeed(
         training=settings.model.training,
-        dtype=settings.model.dtype,
+        dtype=settings.by_device.dtype,
         quantise=settings.model.quantise,
         start_bytes=needed.base,
         full_bytes=needed.full,

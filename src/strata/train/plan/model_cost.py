@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 from collections import Counter
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -21,7 +20,7 @@ from strata.train.plan.model_files import HEAD, ModelFiles
 from strata.train.plan.quantisation import can_be_quantised, saved_bytes
 from strata.train.settings import ServerSettings
 
-NVIDIA_SMI: Final = "nvidia-smi"
+DeviceKind = Literal["cuda", "cpu"]
 _LAYER: Final = re.compile(r".*?\.\d+\.")
 """The name of a layer, up to its number."""
 _EXPERTS: Final = ".experts."
@@ -44,11 +43,11 @@ class MemoryEstimate(msgspec.Struct, frozen=True):
     """Bytes with every slot in use, a full KV cache, and several passes before a step."""
 
 
-def estimate(settings: ServerSettings, model: ModelFiles) -> MemoryEstimate:
+def estimate(settings: ServerSettings, model: ModelFiles, device: DeviceKind = "cpu") -> MemoryEstimate:
     """Estimates the memory to start: without a LoRA model, a sample or a second pass before a step. The activations of
     a row come on top."""
-    recipe = memory_recipe(settings)
-    mesh = mesh_shape(settings.parallel, settings.ranks.nproc)
+    recipe = memory_recipe(settings, device)
+    mesh = mesh_shape(settings.parallel, settings.by_device.nproc)
     cost = largest_stage_cost(model, recipe, settings.parallel, mesh)
     least = msgspec.structs.replace(recipe, slots=0, cached_tokens=0, accumulates=False)
     # What may work is not refused.
@@ -61,20 +60,20 @@ def mesh_shape(parallel: ParallelSettings, ranks: int) -> MeshShape:
     return MeshShape(parallel.replicate, shard, parallel.tensor, parallel.expert, parallel.context, parallel.pipeline)
 
 
-def memory_recipe(settings: ServerSettings) -> MemoryRecipe:
-    model = settings.model
+def memory_recipe(settings: ServerSettings, device: DeviceKind = "cpu") -> MemoryRecipe:
+    model, values = settings.model, settings.by_device
     return MemoryRecipe(
         training=model.training,
-        dtype=model.dtype,
+        dtype=values.dtype,
         quantise=model.quantise,
         lora_rank=model.max_lora_rank,
         slots=model.slots,
-        row_tokens=model.max_tokens_per_row,
+        row_tokens=values.max_tokens_per_row,
         cached_tokens=settings.sampling.cached_tokens,
         checkpointing=int(model.activation_checkpointing),
         offload=model.offload,
-        replicated_bytes=model.replicated_mb << 20,
-        device="cpu" if settings.ranks.backend == "gloo" or shutil.which(NVIDIA_SMI) is None else "cuda",
+        replicated_bytes=values.replicated_mb << 20,
+        device=device,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.train.hugging_face import CONFIG, WEIGHTS
+from strata.train.hugging_face import CONFIG, WEIGHTS, find_folder
 
 HEAD: Final = "lm_head.weight"
 _MAX_HEADER: Final = 100 << 20
@@ -34,6 +34,13 @@ def read_model_files(folder: Path) -> ModelFiles:
         # Some files have a copy of the embeddings as the head; in memory they are one.
         del shapes[HEAD]
     return ModelFiles(shapes, config)
+
+
+def find_model_files(model: str) -> ModelFiles | None:
+    """Those of a folder, or of an id in the local cache; None if it is not here, or has no weights."""
+    folder = find_folder(model)
+    files = None if folder is None or not (folder / CONFIG).is_file() else read_model_files(folder)
+    return files if files is not None and files.shapes else None
 
 
 def read_config(folder: Path) -> dict[str, Any]:

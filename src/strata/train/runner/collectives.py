@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from strata.base.errors import Code, StrataError
 from strata.base.settings import process_environment
+from strata.train.runner.determinism import use_deterministic_kernels
 from strata.train.runner.settings import RunnerSettings
 
 SINGLE_NODE: Final = "strata-single-node"
@@ -29,6 +30,11 @@ runs on a single node."""
 IDLE: Final = timedelta(days=3650)
 """How long a rank waits for the next command: practically for ever. A rank 0 that dies closes its connections, which
 ends the wait."""
+
+
+HOST_TIMEOUT_S: Final = 1800.0
+"""How long bytes between the hosts of ranks on CUDA devices may take: ranks wait there for files that others write.
+What their devices exchange has a timeout of its own (`RankGroup.limit_collectives`)."""
 
 
 class RankError(msgspec.Struct, frozen=True, array_like=True):
@@ -45,16 +51,21 @@ _decode_places: Final = msgspec.msgpack.Decoder(list[tuple[int, int]]).decode
 
 def join_process_group(settings: RunnerSettings, rendezvous_file: Path) -> torch.device:
     """Rendezvous with the other ranks: through a file on a single node, else as torchrun says. Returns the device."""
+    if settings.deterministic:
+        use_deterministic_kernels()
     with_cuda = settings.backend == "nccl" or (settings.backend == "auto" and torch.cuda.is_available())
     environment = process_environment()
     single_node = environment.get("TORCHELASTIC_RUN_ID") == SINGLE_NODE
     device = _cuda_device(int(environment["LOCAL_RANK"])) if with_cuda else torch.device("cpu")
+    host_timeout_s = HOST_TIMEOUT_S if with_cuda else settings.first_pass_timeout_s
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if with_cuda else "gloo",
         init_method=f"file://{rendezvous_file}" if single_node else "env://",
         rank=int(environment["RANK"]),
         world_size=int(environment["WORLD_SIZE"]),
-        timeout=timedelta(seconds=settings.collective_timeout_s),
+        timeout=timedelta(seconds=host_timeout_s),
+        # NCCL then connects here and not in the first pass, and the groups of a mesh are splits of this one.
+        device_id=device if with_cuda else None,
     )
     return device
 
@@ -152,6 +163,13 @@ class RankGroup:
         self.shares = ShareGroup(self.rank, self.size)
         """All ranks."""
         self._idle = dist.new_group(backend="gloo", timeout=IDLE)
+
+    def limit_collectives(self, timeout_s: float) -> None:
+        """Let a collective between the devices of ranks take so long, in all groups that there are. Only the wait for
+        the next command has no end."""
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not self._idle:
+                group._get_backend(self.device)._set_default_timeout(timedelta(seconds=timeout_s))
 
     @property
     def is_rank0(self) -> bool:

@@ -6,13 +6,17 @@ of a token and one of its experts are sorted by expert, so that a grouped matrix
 once. It needs no number on the host: a loop waits for the device to learn which experts have tokens. What a family does
 between and after the matrices (its gate with or without a clamp, biases, a norm) is called as its module defines it.
 
+All that an expert does with a pair is one function of sorted pairs, which is called where the expert is: on this rank,
+or on the ranks that hold the experts (`ExpertDispatch`). The token's rank multiplies what comes back by the weight of
+the pair, and adds it up.
+
 An adapter acts on the tokens of its span and on the matrices of their experts: two more grouped multiplications of the
 same pairs, on the rank that holds the expert. Modules of another form keep their own computation (`is_experts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -39,22 +43,36 @@ class AdaptedPairs:
     """The place after the last pair of each expert."""
 
 
-class ExpertDispatch(Protocol):
-    """Products with experts, which this rank or other ranks hold."""
+@dataclass(frozen=True)
+class ExpertPairs:
+    """Pairs of a token and one of its experts on the rank that holds the expert, sorted by expert."""
 
-    def multiply(
-        self, target: str, inputs: torch.Tensor, matrices: torch.Tensor, biases: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Pairs that are sorted by expert, each by the matrix of its expert, with its bias if there are any, and with
-        what its adapter adds to the weight `target`. Matrices and biases are those that this rank holds. All ranks of
-        the group call it together."""
+    expert: torch.Tensor
+    """The number of the expert of each, among those that the rank holds."""
+    ends: torch.Tensor
+    """The place after the last pair of each of these experts."""
+    adapted: Sequence[AdaptedPairs]
+
+
+ExpertFunction = Callable[[torch.Tensor, ExpertPairs], torch.Tensor]
+"""What experts make of the hidden states of pairs: for each of them as many numbers."""
+
+
+class ExpertDispatch(Protocol):
+    """Where the experts of sorted pairs are: on this rank or on others."""
+
+    def run(self, compute: ExpertFunction, hidden: torch.Tensor) -> torch.Tensor:
+        """Runs the function on the pairs where their experts are, and returns what it makes of each, in their order.
+        All ranks of the group call it together."""
         ...
 
 
 class PlanDispatch(Protocol):
-    def __call__(self, ends: torch.Tensor, adapters: Sequence[Adapter]) -> ExpertDispatch:
-        """Returns where to send pairs that are sorted by expert, and those of an expert by adapter: first those without
-        one, then those of each of `adapters`. `ends` are after the last of each."""
+    def __call__(
+        self, groups: torch.Tensor, experts: int, adapters: Sequence[Adapter]
+    ) -> tuple[Routing, ExpertDispatch]:
+        """Returns the routing of pairs by group, and where to send them. The groups of an expert are its pairs without
+        an adapter, then those of each of `adapters`; `groups` are (tokens, experts per token)."""
         ...
 
 
@@ -86,7 +104,7 @@ def group_experts(
 
 
 @dataclass(frozen=True)
-class _Routing:
+class Routing:
     """The pairs of a token and one of its experts, sorted by group: by expert, or by expert and adapter. Within a group
     the order of the tokens is kept."""
 
@@ -112,11 +130,11 @@ class _Routing:
         return places, _ends(self.group[places], self.groups)
 
 
-def _route(routed: torch.Tensor, groups: int) -> _Routing:
+def route_pairs(routed: torch.Tensor, groups: int) -> Routing:
     """Pairs of so many groups: experts, or an adapter of an expert."""
     group, order = torch.sort(routed.reshape(-1), stable=True)
     place = invert(order)
-    return _Routing(groups, routed.shape[1], group, order, place, _ends(group, groups))
+    return Routing(groups, routed.shape[1], group, order, place, _ends(group, groups))
 
 
 def invert(order: torch.Tensor) -> torch.Tensor:
@@ -131,18 +149,34 @@ def _ends(sorted_groups: torch.Tensor, groups: int) -> torch.Tensor:
     return torch.searchsorted(sorted_groups, numbers, right=True, out_int32=True)
 
 
+class _Permute(torch.autograd.Function):
+    """The rows in another order. Their gradient takes the order back: that of an index is added to zeros, row by
+    row."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(place)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (place,) = ctx.saved_tensors
+        return grads[0][place], None, None
+
+
+def permute(rows: torch.Tensor, order: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Returns all rows in this order; `place` is where each of them then is."""
+    return _Permute.apply(rows, order, place)  # type: ignore[no-any-return, no-untyped-call]
+
+
 @dataclass(frozen=True)
 class _OwnExperts:
     """This rank holds all experts."""
 
-    routing: _Routing
-    adapted: Sequence[AdaptedPairs]
+    pairs: ExpertPairs
 
-    def multiply(
-        self, target: str, inputs: torch.Tensor, matrices: torch.Tensor, biases: torch.Tensor | None
-    ) -> torch.Tensor:
-        output = add_biases(multiply_groups(inputs, matrices, self.routing.ends), self.routing.group, biases)
-        return add_adapters(target, inputs, output, self.adapted)
+    def run(self, compute: ExpertFunction, hidden: torch.Tensor) -> torch.Tensor:
+        return compute(hidden, self.pairs)
 
 
 def _grouped_forward(
@@ -150,19 +184,26 @@ def _grouped_forward(
 ) -> Any:
     count = experts.gate_up_proj.shape[0]
 
-    def multiply(weight: str, inputs: torch.Tensor, dispatch: ExpertDispatch) -> torch.Tensor:
-        """One of the two matrices of each expert, with its bias and its adapters."""
-        matrix = getattr(experts, weight)
-        biases = getattr(experts, f"{weight}_bias") if experts.has_bias else None
-        return dispatch.multiply(f"{name}.{weight}", inputs, matrix if experts.is_transposed else matrix.mT, biases)
+    def multiply(weight: str, inputs: torch.Tensor, pairs: ExpertPairs) -> torch.Tensor:
+        """One of the two matrices of each expert that this rank holds, with its bias and its adapters."""
+        matrices = getattr(experts, weight)
+        output = multiply_groups(inputs, matrices if experts.is_transposed else matrices.mT, pairs.ends)
+        if experts.has_bias:
+            output = output + embedding(pairs.expert, getattr(experts, f"{weight}_bias"))
+        return _add_adapters(f"{name}.{weight}", inputs, output, pairs.adapted)
 
-    def route(routed: torch.Tensor, spans: Sequence[Span]) -> tuple[_Routing, ExpertDispatch]:
+    def compute(hidden: torch.Tensor, pairs: ExpertPairs) -> torch.Tensor:
+        inner = experts._apply_gate(multiply("gate_up_proj", hidden, pairs))
+        output = multiply("down_proj", inner, pairs)
+        return experts.post_expert_norm(output) if experts.has_post_expert_norm else output
+
+    def route(routed: torch.Tensor, spans: Sequence[Span]) -> tuple[Routing, ExpertDispatch]:
         if plan is None:
-            routing = _route(routed, count)
-            return routing, _OwnExperts(routing, list(_adapted_pairs(routing, spans, name)))
+            routing = route_pairs(routed, count)
+            adapted = list(_adapted_pairs(routing, spans, name))
+            return routing, _OwnExperts(ExpertPairs(routing.group, routing.ends, adapted))
         kinds = len(adapters.in_pass) + 1
-        routing = _route(routed * kinds + _adapter_numbers(spans, adapters.in_pass, routed), count * kinds)
-        return routing, plan(routing.ends, adapters.in_pass)
+        return plan(routed * kinds + _adapter_numbers(spans, adapters.in_pass, routed), count, adapters.in_pass)
 
     def forward(hidden: torch.Tensor, routed: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`hidden` is (tokens, dimensions); `routed` and `weights` are (tokens, experts per token)."""
@@ -170,15 +211,12 @@ def _grouped_forward(
         if group is not None:
             hidden, routed, weights = map(group.take_tokens, (hidden, routed, weights))
             spans = group.take_spans(spans, tokens)
-        # `embedding` and not an index: several threads would add the gradients of an index in any order.
         with torch.no_grad():
             routing, dispatch = route(routed, spans)
-        inner = multiply("gate_up_proj", embedding(routing.tokens, hidden), dispatch)
-        output = multiply("down_proj", experts._apply_gate(inner), dispatch)
-        if experts.has_post_expert_norm:
-            output = experts.post_expert_norm(output)
-        output = output * weights.reshape(-1)[routing.order][:, None]
-        output = output[routing.place].view(*routed.shape, -1).sum(dim=1).to(hidden.dtype)
+        # `embedding` and not an index: several threads would add the gradients of an index in any order.
+        output = dispatch.run(compute, embedding(routing.tokens, hidden))
+        output = permute(output, routing.place, routing.order).view(*routed.shape, -1)
+        output = (output * weights[..., None]).sum(dim=1).to(hidden.dtype)
         return output if group is None else group.gather_tokens(output, tokens)
 
     return forward
@@ -196,12 +234,7 @@ def _adapter_numbers(spans: Sequence[Span], adapters: Sequence[Adapter], routed:
     return numbers
 
 
-def add_biases(output: torch.Tensor, expert: torch.Tensor, biases: torch.Tensor | None) -> torch.Tensor:
-    """Adds to each pair the bias of its expert."""
-    return output if biases is None else output + embedding(expert, biases)
-
-
-def _adapted_pairs(routing: _Routing, spans: Sequence[Span], name: str) -> Iterator[AdaptedPairs]:
+def _adapted_pairs(routing: Routing, spans: Sequence[Span], name: str) -> Iterator[AdaptedPairs]:
     """Yields the pairs of the spans whose adapters have the experts `name`."""
     start = 0
     for span in spans:
@@ -212,7 +245,7 @@ def _adapted_pairs(routing: _Routing, spans: Sequence[Span], name: str) -> Itera
         start = end
 
 
-def add_adapters(
+def _add_adapters(
     target: str, inputs: torch.Tensor, output: torch.Tensor, adapted: Sequence[AdaptedPairs]
 ) -> torch.Tensor:
     """Adds to each pair what its adapter adds to the weight `target` of its expert."""

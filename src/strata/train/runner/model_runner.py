@@ -17,12 +17,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import Final, TypeVar, assert_never
 
+import msgspec
 import torch
 
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core import commands, ops
+from strata.train.core.replay_differences import RankNumerics
 from strata.train.runner.checkpoint import formats, save_load
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora.adapter import Adapter
@@ -53,6 +55,10 @@ class ModelRunner:
         self.settings = settings
         self.ranks = ranks
         self.base = load_base(settings, ranks)
+        # The groups of the mesh are there now. Rows are measured within the limit of the first pass.
+        ranks.limit_collectives(settings.first_pass_timeout_s)
+        self._passed = False
+        """Whether a pass has ended: a later one takes no longer than it has to."""
         self.memory = RowMemory(self.base, ranks, settings.sleep_folder / f"rank-{ranks.rank}.row")
         self.models: dict[str, TrainedModel] = {}
         self._offload: SleepOffload | None = None
@@ -78,14 +84,25 @@ class ModelRunner:
             in_memory=settings.models_in_memory,
         )
         self.snapshots = SnapshotWriter(ranks.rank, settings.snapshot_timeout_s)
+        self._copies = state.HostCopies(ranks.device)
+        """Those of the last snapshot, which may still be under way."""
 
     @property
     def times(self) -> PassTimes:
         """The times of the last pass."""
         return self._passes.times
 
+    @property
+    def numerics(self) -> RankNumerics:
+        settings, device = self.settings, self.ranks.device
+        sizes = [f"{name}={size}" for name, size in msgspec.structs.asdict(settings.parallel).items()]
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        mesh = ", ".join([f"{self.ranks.size} ranks", *sizes, name, f"torch {torch.__version__}"])
+        return RankNumerics(mesh, settings.dtype, settings.deterministic)
+
     def execute(self, work: Executed) -> list[ops.Result]:
         """Execute work on all ranks together; returns a result of each operation."""
+        self._copies.hold_writes()
         if isinstance(work, commands.StepsCommand):
             return self._steps(work.operations)
         return [_catch(partial(self._execute, work))]
@@ -143,8 +160,15 @@ class ModelRunner:
             failures = [ItemFailure(item, -1, _ASLEEP.code, str(_ASLEEP)) for item in range(len(work.items))]
             return RankReport((), failures)
         self._base_modified = self._base_modified or self.settings.full
+        if self._copies.has_gradients:
+            # Nothing else that a snapshot has is changed in place by a pass.
+            self._copies.hold_writes()
         self._slots.use(item.model_id for item in work.items if item.model_id in self.models)
-        return self._passes.run(work)
+        report = self._passes.run(work)
+        if not self._passed:
+            self._passed = True
+            self.ranks.limit_collectives(self.settings.collective_timeout_s)
+        return report
 
     def create_model(self, operation: ops.CreateModel) -> ops.ModelCreated:
         """CONFLICT if the model exists: a create that is sent twice must not reset it."""
@@ -259,16 +283,19 @@ class ModelRunner:
                     raise _ASLEEP
                 failpoint("train.snapshot.before_copy")
                 models = self._slots.each_loaded()
-                copy = state.copy_state(self._manifest(), models, self._samplers())
+                copies = state.HostCopies(self.ranks.device)
+                copy = state.copy_state(self._manifest(), models, self._samplers(), copies)
         except StrataError as error:
             return failed(error.code, str(error))
         assert copy is not None
+        self._copies = copies
         failpoint("train.snapshot.copied")
         self.snapshots.start(number, folder, copy, perf_counter() - started_s)
         return None
 
     def restore(self, folder: Path, digest: str) -> None:
         """Restore a snapshot. On an error these ranks stay as they were: as they started."""
+        self._copies.hold_writes()
         ranks = self.ranks
         with ranks.collective_errors():
             manifest = files.read_manifest(folder, digest)

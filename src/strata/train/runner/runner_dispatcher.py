@@ -161,6 +161,7 @@ class RunnerDispatcher:
             written=self._written,
             exhausted=self._runner.memory.exhausted,
             version=__version__,
+            numerics=self._runner.numerics,
         )
 
     def _execute_once(self, command: commands.DispatchCommand) -> commands.DispatchReply:

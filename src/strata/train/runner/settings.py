@@ -57,7 +57,12 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     logits_bytes: int = LOGITS_BYTES
     sleep_folder: Path
     """Where a rank without a device offloads its weights while it sleeps."""
+    first_pass_timeout_s: float = 1800.0
+    """How long a collective may take until the first pass has ended."""
     collective_timeout_s: float = 1800.0
+    """How long one may take after that."""
+    deterministic: bool = False
+    """Only kernels and collectives that give the same bits again."""
     sequences: int = 64
     """Sequences that run at once on each rank."""
     cached_tokens: int = 32_768
@@ -83,29 +88,31 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def runner_settings(settings: ServerSettings) -> RunnerSettings:
-    model = settings.model
+    model, values = settings.model, settings.by_device
     return RunnerSettings(
         model=model.path,
         name=model.base_model,
         tokenizer_id=model.tokenizer,
         public_name=model.public_name,
         training=model.training,
-        dtype=model.dtype,
+        dtype=values.dtype,
         quantise=model.quantise,
         backend=settings.ranks.backend,
         slots=1 if model.training == "full" else model.slots,
         max_models=model.places,
         models_in_memory=model.models_in_memory,
         max_lora_rank=model.max_lora_rank,
-        max_tokens_per_row=model.max_tokens_per_row,
+        max_tokens_per_row=values.max_tokens_per_row,
         row_tokens=model.row_tokens,
-        replicated_bytes=model.replicated_mb << 20,
+        replicated_bytes=values.replicated_mb << 20,
         parallel=settings.parallel,
         activation_checkpointing=model.activation_checkpointing,
         offload=model.offload,
         compile_folder=settings.compile_folder if model.compile else None,
         sleep_folder=settings.data / "asleep",
-        collective_timeout_s=settings.ranks.collective_timeout_s,
+        first_pass_timeout_s=values.first_pass_timeout_s,
+        collective_timeout_s=values.collective_timeout_s,
+        deterministic=settings.ranks.deterministic,
         sequences=settings.sampling.sequences,
         cached_tokens=settings.sampling.cached_tokens,
         prefix_tokens=settings.sampling.prefix_tokens,

@@ -61,6 +61,7 @@ def main() -> int:
     parser.add_argument("--settings", type=Path, required=True, metavar="FILE", help="The server's settings, TOML.")
     settings = load_settings(parser.parse_args().settings)
     log.configure(settings.server.log_format or "json", settings.server.log_level, colour=False)
+    size = settings.by_device.nproc
     settings.rendezvous_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     import_architecture(settings.model.path)
     # What was imported stays: no collection of a rank has to look at it, or to copy its pages.
@@ -68,13 +69,13 @@ def main() -> int:
 
     def run(rank: int, notify_ready: Callable[[], object]) -> int:
         name_process(f"strata-rank-{rank}")
-        put_variables(_variables(rank, settings.ranks.nproc))
+        put_variables(_variables(rank, size))
         return run_rank(settings, notify_ready)
 
     def run_one_group() -> GroupEnd:
         # The file of an earlier group would be mistaken for this one's.
         settings.rendezvous_file.unlink(missing_ok=True)
-        return run_group(run, settings.ranks.nproc)
+        return run_group(run, size)
 
     return run_groups(run_one_group)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from strata.train.peft.layers import kind_of
 from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.lora.span_products import AdaptedSpans, GroupedProducts, SpanProducts, choose_products
 from strata.train.runner.lora.targets import linear_shape
 
 
@@ -33,6 +34,9 @@ class Adapters:
         self.in_pass: Sequence[Adapter] = ()
         """Those of the rows of all ranks, in the same order on every rank. Only ranks that compute experts for each
         other need to know them."""
+        self.products: SpanProducts | None = None
+        """How spans are multiplied; None: as fits the device."""
+        self._grouped = GroupedProducts()
 
     def add_hooks(self, model: nn.Module, wrap: Callable[[Any], Any] = lambda hook: hook) -> None:
         """`wrap` is applied to each hook."""
@@ -54,83 +58,53 @@ class Adapters:
 
         return add
 
-    @staticmethod
-    def add(name: str, inputs: torch.Tensor, output: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+    def add(self, name: str, inputs: torch.Tensor, output: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
         """Add what each span's adapter contributes to the layer `name`; tokens are the second last dimension.
 
         `output` is modified in place, so it must be fresh from its layer.
         """
-        plan: list[_AdaptedSpan] = []
-        matrices: list[torch.Tensor] = []
-        start = 0
-        for span in spans:
-            if span.adapter is not None and name in span.adapter.pairs:
-                plan.append(_AdaptedSpan(start, start + span.length, span.adapter.scale))
-                matrices.extend(span.adapter.pairs[name])
-            start += span.length
-        if not plan:
+        pairs = [None if span.adapter is None else span.adapter.pairs.get(name) for span in spans]
+        matrices = [matrix for pair in pairs if pair is not None for matrix in pair]
+        if not matrices:
             return output
-        return _AddSpans.apply(output, inputs, plan, *matrices)  # type: ignore[no-any-return, no-untyped-call]
-
-
-@dataclass(frozen=True)
-class _AdaptedSpan:
-    start: int
-    end: int
-    scale: float
+        scales = [1.0 if span.adapter is None else span.adapter.scale for span in spans]
+        adapted = AdaptedSpans([span.length for span in spans], scales, pairs)
+        products = self.products or choose_products(inputs, output.shape[-1], len(spans), self._grouped)
+        trained = next((matrix for matrix in matrices if matrix.requires_grad), None)
+        added: torch.Tensor = _AddSpans.apply(output, inputs, trained, products, adapted)  # type: ignore[no-untyped-call]
+        return added
 
 
 class _AddSpans(torch.autograd.Function):
-    """Adds B A x to each span by one matrix multiplication: no second array as large as the output, in the forward or
-    backward pass, however many adapters share a row. Gradients go directly to the adapter's staging block."""
+    """Adds B A x to each span. Gradients of A and B go directly to their `grad`, which is in the adapter's staging
+    block (`Adapter.begin`). Autograd gets one matrix (`trained`), from which it sees that there are any: following all
+    of them costs more than their products if spans are short."""
 
     @staticmethod
     def forward(
-        ctx: Any, output: torch.Tensor, inputs: torch.Tensor, plan: Sequence[_AdaptedSpan], *matrices: torch.Tensor
+        ctx: Any,
+        output: torch.Tensor,
+        inputs: torch.Tensor,
+        trained: torch.Tensor | None,
+        products: SpanProducts,
+        spans: AdaptedSpans,
     ) -> torch.Tensor:
+        del trained
         rows = inputs.reshape(-1, inputs.shape[-1])
-        flat = output.view(-1, output.shape[-1])
-        inners = []
-        for span, a, b in zip(plan, matrices[::2], matrices[1::2], strict=True):
-            inner = torch.mm(rows[span.start : span.end], a.to(rows.dtype).t())
-            flat[span.start : span.end].addmm_(inner, b.to(rows.dtype).t(), alpha=span.scale)
-            inners.append(inner)
-        ctx.plan = plan
+        inners = products.add(output.view(-1, output.shape[-1]), rows, spans)
         ctx.shape = inputs.shape
         # Not by save_for_backward: gradients accumulate in `.grad` of the very parameters, not of copies.
-        ctx.matrices = matrices
+        ctx.products, ctx.spans = products, spans
         ctx.save_for_backward(rows, *inners)
         ctx.mark_dirty(output)
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, *inners = ctx.saved_tensors
         grad = grads[0].reshape(-1, grads[0].shape[-1])
-        # Tokens without an adapter contribute nothing to the gradient of the inputs.
-        grad_inputs = torch.zeros_like(rows)
-        grad_matrices: list[torch.Tensor | None] = []
-        for span, a, b, inner in zip(ctx.plan, ctx.matrices[::2], ctx.matrices[1::2], inners, strict=True):
-            grad_span, inputs = grad[span.start : span.end], rows[span.start : span.end]
-            grad_inner = torch.mm(grad_span, b.to(grad_span.dtype))
-            grad_matrices += [
-                _accumulate(a, grad_inner.t(), inputs, span.scale),
-                _accumulate(b, grad_span.t(), inner, span.scale),
-            ]
-            grad_inputs[span.start : span.end].addmm_(grad_inner, a.to(grad_span.dtype), beta=0, alpha=span.scale)
-        return grads[0], grad_inputs.view(ctx.shape), None, *grad_matrices
-
-
-def _accumulate(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor | None:
-    """The gradient of a matrix; None if it was added to the staging block (`Adapter.begin`)."""
-    if matrix.grad is None:
-        return torch.mm(left, right).mul_(scale).to(matrix.dtype)
-    if matrix.grad.dtype == left.dtype:
-        matrix.grad.addmm_(left, right, alpha=scale)
-    else:
-        # Not by autograd, which warns of the gradient of a part of a matrix: its rows are not adjacent.
-        matrix.grad.add_(torch.mm(left, right), alpha=scale)
-    return None
+        grad_inputs = ctx.products.backward(grad, rows, inners, ctx.spans)
+        return grads[0], grad_inputs.view(ctx.shape), None, None, None
 
 
 def slice_spans(spans: Sequence[Span], start: int, end: int) -> list[Span]:

@@ -10,7 +10,7 @@ and a NaN of one tenant cannot reach another's tokens. `attention_kernels` compu
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from strata.base.errors import Code, StrataError
-from strata.train.runner.model.attention_kernels import AttentionTerms, Reach
+from strata.train.runner.model.attention_kernels import AttentionTerms, Documents, Reach
 from strata.train.runner.model.context_parallel import WHOLE_ROWS, ContextParallel
 
 ATTENTION: Final = "strata_documents"
@@ -34,10 +34,21 @@ WITHOUT_EFFECT: Final = frozenset(
 """Options that transformers' own eager attention ignores too: windows are in the mask, dropout is off."""
 
 
+def whole_row(tokens: torch.Tensor) -> torch.Tensor:
+    """An attention mask that leaves out none of these tokens, for a decoder.
+
+    Without one, transformers looks in the position ids for documents, and waits for the device to know if there are
+    several (`find_packed_sequence_indices`). `describe_mask` knows this one without reading it.
+    """
+    mask = torch.ones((), dtype=torch.bool, device=tokens.device).expand(1, len(tokens))
+    mask.is_whole_row = True  # type: ignore[attr-defined]
+    return mask
+
+
 def describe_mask(*, mask_function: Callable[..., Any], attention_mask: Any = None, **unused: Any) -> Reach | None:
     """Called where transformers would build a mask. None is the causal mask."""
     del unused
-    if attention_mask is not None and not bool(attention_mask.all()):
+    if attention_mask is not None and not (hasattr(attention_mask, "is_whole_row") or bool(attention_mask.all())):
         raise _unsupported("its attention mask leaves out tokens")
     parts = [_named(part) for part in _conjuncts(mask_function)]
     limits = {name: value for name, value in parts if value is not None}
@@ -51,9 +62,6 @@ def _conjuncts(mask: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     if mask.__qualname__ == "and_masks.<locals>.and_mask":
         for part in _closure(mask)["mask_functions"]:
             yield from _conjuncts(part)
-    elif mask.__qualname__ == "remap_positions_for_packed_sequence.<locals>.inner_mask":
-        # Since transformers 5.23: the same mask, counted from the beginning of each document, as the kernels count.
-        yield from _conjuncts(_closure(mask)["mask_function"])
     else:
         yield mask
 
@@ -62,7 +70,7 @@ def _named(mask: Callable[..., Any]) -> tuple[str, int | None]:
     """The transformers function that makes a part of a mask, and the limit of that part if it has one."""
     name = mask.__qualname__.removesuffix(".<locals>.inner_mask")
     match name if mask.__module__ == "transformers.masking_utils" else "":
-        case "causal_mask_function" | "packed_sequence_mask_function":
+        case "causal_mask_function":
             return name, None
         case "sliding_window_overlay":
             return name, int(_closure(mask)["sliding_window"])
@@ -96,14 +104,6 @@ def _unsupported(why: str) -> StrataError:
     return StrataError(Code.UNSUPPORTED, why)
 
 
-class Documents:
-    """The lengths of the documents of a row. A compiled layer would be compiled again for another list of numbers, but
-    not for another object."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self.lengths = list(lengths)
-
-
 def document_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -119,8 +119,7 @@ def document_attention(
     del module
     context: ContextParallel = options.pop("context", WHOLE_ROWS)
     states, terms = (query, key, value), terms_of(attention_mask, options)
-    lengths = documents.lengths if documents is not None else [query.shape[2]]
-    return context.attend(states, lengths, terms), None
+    return context.attend(states, documents or Documents([query.shape[2]]), terms), None
 
 
 AttentionInterface.register(ATTENTION, document_attention)

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -76,17 +77,45 @@ class AttentionTerms:
         return self.softcap is None and self.sinks is None
 
 
-def attend_documents(states: States, lengths: Sequence[int], terms: AttentionTerms) -> torch.Tensor:
+class Documents:
+    """The lengths of the documents of a row, for all of its layers. A compiled layer would be compiled again for
+    another list of numbers, but not for another object."""
+
+    def __init__(self, lengths: Sequence[int], ends: torch.Tensor | None = None) -> None:
+        """`ends` are `document_ends` of these lengths, on the device of the row."""
+        self.lengths = list(lengths)
+        self.tokens = sum(lengths)
+        self._ends = ends
+        self._chunks: dict[int, Documents] = {}
+
+    def ends(self, device: torch.device) -> torch.Tensor:
+        """Returns where documents begin and end, as int32: copied to the device once, not once for each layer."""
+        if self._ends is None or self._ends.device != device:
+            self._ends = torch.from_numpy(document_ends(self.lengths)).to(device)
+        return self._ends
+
+    def in_chunks(self, longest: int) -> Documents:
+        """The chunks of so many tokens as documents of their own: tokens of one attend to no other."""
+        if longest not in self._chunks:
+            lengths = [min(longest, length - start) for length in self.lengths for start in range(0, length, longest)]
+            self._chunks[longest] = self if lengths == self.lengths else Documents(lengths)
+        return self._chunks[longest]
+
+
+def document_ends(lengths: Sequence[int]) -> NDArray[np.int32]:
+    return np.cumsum([0, *lengths], dtype=np.int32)
+
+
+def attend_documents(states: States, documents: Documents, terms: AttentionTerms) -> torch.Tensor:
     """Tokens before heads: (batch, tokens, heads, dimensions)."""
-    if any(part.shape[2] != sum(lengths) for part in states):
+    if any(part.shape[2] != documents.tokens for part in states):
         raise StrataError(Code.UNSUPPORTED, "its attention has keys that belong to no token of the row")
     if terms.reach.chunk is not None:
-        # Tokens of a chunk attend to no other chunk: each is a document of its own.
-        lengths = _split_lengths(lengths, terms.reach.chunk)
+        documents = documents.in_chunks(terms.reach.chunk)
         terms = replace(terms, reach=Reach(window=terms.reach.window))
     if _fits_varlen(states, terms):
-        return _attend_varlen(states, lengths, terms)
-    split = zip(*(torch.split(part, list(lengths), 2) for part in states), strict=True)
+        return _attend_varlen(states, documents, terms)
+    split = zip(*(torch.split(part, documents.lengths, 2) for part in states), strict=True)
     parts = [_attend_document((query, key, value), terms) for query, key, value in split]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
@@ -98,10 +127,6 @@ def attend_continuation(states: States, terms: AttentionTerms) -> torch.Tensor:
     length, fused = key.shape[2], _is_fused(query, terms)
     step = max(1, SCORES // (length if fused else batch * heads * length))
     return _attend_blocks(states, range(length - count, length, step), terms, fused=fused)
-
-
-def _split_lengths(lengths: Sequence[int], longest: int) -> list[int]:
-    return [min(longest, length - start) for length in lengths for start in range(0, length, longest)]
 
 
 def _attend_document(states: States, terms: AttentionTerms) -> torch.Tensor:
@@ -291,12 +316,12 @@ def _fits_varlen(states: States, terms: AttentionTerms) -> bool:
     )
 
 
-def _attend_varlen(states: States, lengths: Sequence[int], terms: AttentionTerms) -> torch.Tensor:
+def _attend_varlen(states: States, documents: Documents, terms: AttentionTerms) -> torch.Tensor:
     query, key, value = (part[0].transpose(0, 1) for part in states)
-    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(query.device, non_blocking=True)
     # The kernel counts the tokens before the query's own.
     window = -1 if terms.reach.window is None else terms.reach.window - 1
-    kernel = _VarlenKernel(ends, max(lengths), window, terms.scaling)
+    ends, longest = documents.ends(query.device), max(documents.lengths)
+    kernel = _VarlenKernel(ends, longest, window, terms.scaling)
     if terms.sinks is None:
         return kernel.attend((query, key, value))[0][None]
     attended: torch.Tensor = _AttentionWithSinks.apply(query, key, value, terms.sinks, kernel)  # type: ignore[no-untyped-call]

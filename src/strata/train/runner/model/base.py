@@ -8,7 +8,7 @@ import contextlib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -26,6 +26,7 @@ from strata.train.runner.lora.targets import require_targets, targets_of
 from strata.train.runner.mesh import blocks_of, make_mesh
 from strata.train.runner.model.attention import ATTENTION
 from strata.train.runner.model.compiled import compile_layers, keep_uncompiled, prepare_compiling
+from strata.train.runner.model.expert_parallel import ExpertParallel
 from strata.train.runner.model.loading import RankPart, build_skeleton, load_lm, load_sharded, tie_skeleton
 from strata.train.runner.model.process_memory import free_bytes, release_memory
 from strata.train.runner.model.quantised import replace_layers
@@ -77,11 +78,12 @@ class BaseModel:
             if settings.quantise:
                 replace_layers(skeleton, settings.quantise)
             size = sum(parameter.numel() * parameter.element_size() for parameter in skeleton.parameters())
-            # A frozen base that is small is not sharded: every rank has all of it, and no pass has to gather it.
-            is_small = size <= settings.replicated_bytes and not settings.offload
-            is_replicated = not settings.full and settings.parallel.may_replicate and is_small
+            # A frozen base that is small is not sharded: every rank has all of it, and no pass has to gather it. Nor is
+            # one of a single rank, which would only pay for the hooks of the sharding.
+            is_whole = (size <= settings.replicated_bytes or ranks.size == 1) and not settings.offload
+            is_replicated = not settings.full and settings.parallel.may_replicate and is_whole
             self.mesh = make_mesh(settings.parallel, ranks.shares, ranks.device, DTYPES[settings.dtype])
-            self.packed = self._load_replicated(ranks) if is_replicated else self._load_sharded(ranks)
+            self.packed = self._load_replicated(ranks, size) if is_replicated else self._load_sharded(ranks)
             self.lm, self.adapters = self.packed.lm, self.packed.adapters
             self.all_stages = self.lm if self.mesh.stage.is_only else tie_skeleton(skeleton, settings.model)
             """The model with the modules of all stages. It may have no memory."""
@@ -96,23 +98,25 @@ class BaseModel:
         """Leave the modules of this rank's stage, if there are stages."""
         self.mesh.stage.cut(lm, self.decoder)
 
-    def _load_replicated(self, ranks: RankGroup) -> PackedModel:
+    def _load_replicated(self, ranks: RankGroup, size: int) -> PackedModel:
         with ranks.collective_errors():
-            lm = self._load_whole(ranks.device)
+            lm = self._load_whole(ranks.device, size)
         lm.to(ranks.device)  # type: ignore[arg-type]
-        for parameter in lm.parameters():
-            # What was loaded lies in the file's own pages, and a server that sleeps could not give them back.
-            parameter.data = parameter.data.clone()
         lm.requires_grad_(requires_grad=False)
         return self._pack(lm)
 
     def _pack(self, lm: PreTrainedModel) -> PackedModel:
         return PackedModel(lm, self.decoder, self.mesh.stage, self.mesh.context, self.settings.logits_bytes)
 
-    def _load_whole(self, device: torch.device) -> PreTrainedModel:
+    def _load_whole(self, device: torch.device, size: int) -> PreTrainedModel:
         path, quantise = self.settings.model, self.settings.quantise
-        if not quantise:
-            return load_lm(path, self.storage_dtype)
+        if not quantise and size <= self.settings.replicated_bytes:
+            lm = load_lm(path, self.storage_dtype)
+            for parameter in lm.parameters():
+                # What was loaded lies in the file's own pages, and a server that sleeps could not give them back.
+                parameter.data = parameter.data.clone()
+            return lm
+        # A large one is read to where it computes, tensor by tensor.
         return load_sharded(path, self.storage_dtype, device, RankPart(lambda _: None), quantise)
 
     def _load_sharded(self, ranks: RankGroup) -> PackedModel:
@@ -152,7 +156,7 @@ class BaseModel:
             # has a collective in the backward pass; a rank that left one out would wait for the others for ever.
             lm.enable_input_require_grads()  # type: ignore[no-untyped-call]
         if self.settings.activation_checkpointing:
-            checkpoint_layers(lm, every=int(self.settings.activation_checkpointing))
+            checkpoint_layers(lm, every=int(self.settings.activation_checkpointing), experts=self.mesh.experts)
 
     def new_adapter(
         self,
@@ -269,11 +273,14 @@ def longest_context(config: PreTrainedConfig) -> int:
     return longest
 
 
-def checkpoint_layers(lm: PreTrainedModel, every: int) -> None:
+def checkpoint_layers(lm: PreTrainedModel, every: int, experts: ExpertParallel) -> None:
     """Activation checkpointing: every so many layers, one is recomputed in the backward pass. transformers does that
     only in training mode, so the mode is set for the layers, but not for the modules inside; a layer's own dropout is
     set to 0."""
-    lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if experts.size > 1:
+        options["context_fn"] = experts.checkpoint_contexts
+    lm.gradient_checkpointing_enable(options)
     layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
     for number, module in enumerate(layers):
         module.gradient_checkpointing = number % every == 0

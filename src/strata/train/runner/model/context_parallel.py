@@ -13,7 +13,6 @@ computes the gradient of its slice of them; sums over the ranks, which are there
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -23,23 +22,22 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from strata.base.errors import Code, StrataError
 from strata.train.runner.collectives import MeshGroup, exchange_rows
-from strata.train.runner.model.attention_kernels import AttentionTerms, States, attend_documents
+from strata.train.runner.model.attention_kernels import AttentionTerms, Documents, States, attend_documents
 
 
 class ContextParallel(MeshGroup):
     """All ranks of the group call the model together, with the same row. A rank alone has whole rows."""
 
-    def attend(self, states: States, lengths: Sequence[int], terms: AttentionTerms) -> torch.Tensor:
-        """Attends from this rank's tokens and all heads to the same. `lengths` are those of the documents of the
-        row."""
+    def attend(self, states: States, documents: Documents, terms: AttentionTerms) -> torch.Tensor:
+        """Attends from this rank's tokens and all heads to the same. `documents` are those of the row."""
         if self.size == 1:
-            return attend_documents(states, lengths, terms)
+            return attend_documents(states, documents, terms)
         heads = states[0].shape[1]
         if heads % self.size:
             raise StrataError(Code.UNSUPPORTED, f"parallel.context {self.size} does not divide its {heads} heads")
         if terms.sinks is not None:
             terms = replace(terms, sinks=terms.sinks.chunk(self.size)[self.rank])
-        return self._gather_heads(attend_documents(self._gather_tokens(states), lengths, terms))
+        return self._gather_heads(attend_documents(self._gather_tokens(states), documents, terms))
 
     def join(self, logprobs: torch.Tensor, own: slice, count: int) -> torch.Tensor:
         """The log probabilities of all targets of a row, from those of each rank's slice of it."""

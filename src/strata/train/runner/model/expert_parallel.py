@@ -1,9 +1,12 @@
 """Expert parallelism: which rank holds which experts, and the exchange of tokens with them, forward and back.
 
 The rows of the ranks are different ones, or slices of one row in a tensor group, whose ranks have the same tokens. The
-pairs of a token and one of its experts travel to the rank that holds the expert, and the product with the expert's
-matrix travels back: one exchange each way for each of the two matrices. What lies between the matrices is computed
-where the token is, as without expert parallelism.
+pairs of a token and one of its experts travel to the rank that holds the expert, which computes all that the expert
+does with them, and the results travel back: one exchange each way for a layer, forward and backward.
+
+The host has to know how many pairs it receives from each rank. It reads them once for a layer and row: a layer that is
+recomputed in the backward pass takes over which experts the forward pass has chosen for each token, and the numbers of
+pairs (`ExpertParallel.checkpoint_contexts`).
 
 Adapters of experts follow the experts: a rank holds those of its own experts, and adds them to the pairs that it
 receives. The number of pairs that each rank sends is told by expert and adapter, so the receiver knows the adapter of
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -30,10 +33,12 @@ from strata.train.runner.collectives import exchange_rows
 from strata.train.runner.experts import (
     AdaptedPairs,
     ExpertDispatch,
-    add_adapters,
-    add_biases,
+    ExpertFunction,
+    ExpertPairs,
+    Routing,
     invert,
-    multiply_groups,
+    permute,
+    route_pairs,
 )
 from strata.train.runner.lora.adapter import Adapter, LoraPart
 from strata.train.runner.lora.targets import LoraTarget, is_experts
@@ -60,29 +65,67 @@ class _Dispatch:
     """The order of the received pairs, by expert."""
     place: torch.Tensor
     """Where each of them is in that order."""
-    expert: torch.Tensor
-    """The number of each of them, in that order, among those that this rank holds."""
-    ends: torch.Tensor
-    """The place after the last pair of each expert that this rank holds."""
-    adapted: Sequence[AdaptedPairs]
-    """Those of the received pairs that have an adapter, in that order."""
+    pairs: ExpertPairs
+    """Those of the received pairs, in that order."""
 
-    def multiply(
-        self, target: str, inputs: torch.Tensor, matrices: torch.Tensor, biases: torch.Tensor | None
-    ) -> torch.Tensor:
-        rows = exchange_rows(inputs, self.sent, self.received, self.group)[self.order]
-        expert, ends = self.expert, self.ends
-        if not len(rows):
+    def run(self, compute: ExpertFunction, hidden: torch.Tensor) -> torch.Tensor:
+        rows = permute(exchange_rows(hidden, self.sent, self.received, self.group), self.order, self.place)
+        if len(rows):
+            output = compute(rows, self.pairs)
+        else:
             # The gradient of no rows is none that the kernel can compute; that of a row of zeros is zero.
-            rows, expert, ends = pad(rows, (0, 0, 0, 1)), pad(expert, (0, 1)), ends + 1
-        output = add_biases(multiply_groups(rows, matrices, ends), expert, biases)
-        output = add_adapters(target, rows, output, self.adapted)[self.place]
-        return exchange_rows(output, self.received, self.sent, self.group)
+            expert, ends = pad(self.pairs.expert, (0, 1)), self.pairs.ends + 1
+            output = compute(pad(rows, (0, 0, 0, 1)), ExpertPairs(expert, ends, ()))[:0]
+        return exchange_rows(permute(output, self.place, self.order), self.received, self.sent, self.group)
+
+
+class RoutedPairs(NamedTuple):
+    """What is known of the pairs of a layer and row when they were counted."""
+
+    groups: torch.Tensor
+    """The expert and the adapter of each pair of this rank."""
+    received: torch.Tensor
+    """How many pairs of each group come from each rank."""
+    sizes: DispatchSizes
+
+
+class CheckpointContext:
+    """The forward pass of a checkpointed layer, or its recomputation, which can happen again."""
+
+    def __init__(self, experts: ExpertParallel, routed: list[RoutedPairs], *, is_recomputed: bool) -> None:
+        self._experts = experts
+        self._routed = routed
+        self._is_recomputed = is_recomputed
+
+    def __enter__(self) -> Self:
+        self._recalled = iter(self._routed) if self._is_recomputed else None
+        self._experts.checkpoint = self
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self._experts.checkpoint = None
+
+    def recall(self, groups: torch.Tensor) -> RoutedPairs | None:
+        """Returns in a recomputation what the forward pass has kept at the same place, else None."""
+        if self._recalled is None:
+            return None
+        routed = next(self._recalled, None)
+        if routed is None or routed.groups.shape != groups.shape:
+            had = "none" if routed is None else tuple(routed.groups.shape)
+            message = f"a layer is recomputed with pairs of shape {tuple(groups.shape)}; its forward pass had {had}"
+            raise StrataError(Code.INTERNAL, message)
+        return routed
+
+    def keep(self, routed: RoutedPairs) -> None:
+        self._routed.append(routed)
 
 
 class ExpertParallel(SplitModel):
     """A model whose experts are split over an expert group. All ranks of the group call the model together, each with a
     row of its own."""
+
+    checkpoint: CheckpointContext | None = None
+    """The checkpointed layer that computes now."""
 
     def split(self, lm: nn.Module) -> None:
         """Replace the weights of all experts. Nothing is communicated."""
@@ -108,29 +151,45 @@ class ExpertParallel(SplitModel):
         parts = torch.split(gathered, [each.numel() for each in own], dim=1)
         return [part.reshape(-1, *each.shape[1:]) for part, each in zip(parts, own, strict=True)]
 
-    def dispatch(self, ends: torch.Tensor, adapters: Sequence[Adapter]) -> ExpertDispatch:
-        """Dispatches pairs that are sorted by expert, and those of an expert by adapter: first those without one.
-        `ends` are after the last pair of each."""
+    def checkpoint_contexts(self) -> tuple[CheckpointContext, CheckpointContext]:
+        """Returns the contexts of the forward pass of a layer and of its recomputation (`torch.utils.checkpoint`).
+
+        The inputs of both are the same bits, so the same experts are chosen. Kernels that round differently each time
+        could choose others: other ranks, which have counted the pairs, would take them for what they are not. So the
+        recomputation takes over the choice. What is kept for it belongs to the layer's graph, and goes with it, also
+        if there is no backward pass."""
+        routed: list[RoutedPairs] = []
+        forward = CheckpointContext(self, routed, is_recomputed=False)
+        return forward, CheckpointContext(self, routed, is_recomputed=True)
+
+    def dispatch(
+        self, groups: torch.Tensor, experts: int, adapters: Sequence[Adapter]
+    ) -> tuple[Routing, ExpertDispatch]:
+        """Dispatches pairs by the group of each: the expert, and of an expert first those without an adapter."""
         ranks, kinds = self.size, len(adapters) + 1
-        counts = torch.diff(ends.to(torch.int64), prepend=ends.new_zeros(1, dtype=torch.int64))
-        incoming = torch.empty_like(counts)
-        dist.all_to_all_single(incoming, counts, group=self.group)
-        by_rank = incoming.view(ranks, -1, kinds)
-        sizes = self._read_sizes(counts.view(ranks, -1).sum(dim=1), by_rank.sum(dim=(1, 2)), by_rank.sum(dim=(0, 1)))
-        groups = torch.arange(by_rank.shape[1] * kinds, device=ends.device).repeat(ranks)
-        group = torch.repeat_interleave(groups, incoming, output_size=sum(sizes.received))
+        known = None if self.checkpoint is None else self.checkpoint.recall(groups)
+        routing = route_pairs(groups if known is None else known.groups, experts * kinds)
+        if known is None:
+            known = self._count_pairs(groups, routing.ends, kinds)
+            if self.checkpoint is not None:
+                self.checkpoint.keep(known)
+        sizes = known.sizes
+        numbers = torch.arange(experts * kinds // ranks, device=groups.device).repeat(ranks)
+        group = torch.repeat_interleave(numbers, known.received, output_size=sum(sizes.received))
         order = torch.argsort(group, stable=True)
-        by_expert = by_rank.sum(dim=0)
-        return _Dispatch(
-            self.group,
-            sizes.sent,
-            sizes.received,
-            order,
-            invert(order),
-            group[order] // kinds,
-            _ends(by_expert.sum(dim=1)),
-            list(_adapted_pairs(adapters, group[order] % kinds, by_expert, sizes.by_adapter)),
-        )
+        by_expert = known.received.view(ranks, -1, kinds).sum(dim=0)
+        adapted = list(_adapted_pairs(adapters, group[order] % kinds, by_expert, sizes.by_adapter))
+        pairs = ExpertPairs(group[order] // kinds, _ends(by_expert.sum(dim=1)), adapted)
+        return routing, _Dispatch(self.group, sizes.sent, sizes.received, order, invert(order), pairs)
+
+    def _count_pairs(self, groups: torch.Tensor, ends: torch.Tensor, kinds: int) -> RoutedPairs:
+        sent = torch.diff(ends.to(torch.int64), prepend=ends.new_zeros(1, dtype=torch.int64))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        by_rank = received.view(self.size, -1, kinds)
+        to_rank = sent.view(self.size, -1).sum(dim=1)
+        sizes = self._read_sizes(to_rank, by_rank.sum(dim=(1, 2)), by_rank.sum(dim=(0, 1)))
+        return RoutedPairs(groups, received, sizes)
 
     def _read_sizes(self, sent: torch.Tensor, received: torch.Tensor, adapted: torch.Tensor) -> DispatchSizes:
         """It waits for the device: they have to be known on the host."""

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -49,13 +50,14 @@ from strata.train.runner.lora.hooks import Span
 from strata.train.runner.lora.targets import LoraTarget, is_experts, targets_of
 from strata.train.runner.mesh import blocks_of, make_mesh
 from strata.train.runner.model.attention import ATTENTION
+from strata.train.runner.model.attention_kernels import Documents
 from strata.train.runner.model.base import DTYPES, checkpoint_layers
 from strata.train.runner.model.expert_parallel import DispatchSizes, ExpertParallel
 from strata.train.runner.model.loading import build_skeleton
 from strata.train.runner.model.quantised import quantised_layers, replace_layers
 from strata.train.runner.model.startup_check import find_decoder, unsupported_errors
 from strata.train.runner.model.tensor_parallel import placement_of, plan_splits, split_adapter
-from strata.train.runner.passes.logprobs import PackedModel, PackedRow
+from strata.train.runner.passes.logprobs import PackedModel, PackedRow, RowPlaces
 from strata.train.runner.settings import LOGITS_BYTES
 from strata.train.settings import check_quantise_package
 
@@ -139,12 +141,16 @@ def trace_cost(model: str, recipe: MemoryRecipe, mesh: MeshShape = ONE_DEVICE) -
             experts = sum(sizes[id(weight)] for weight in block.parameters() if id(weight) in of_experts)
             blocks.append((experts, sum(sizes[id(weight)] for weight in block.parameters()) - experts))
         kinds = _layers_by_kind(skeleton, recipe)
-        in_place = _extrapolate(kinds, lambda layers: trace_pass(model, recipe, layers, 0, mesh))
+        traced_in_place = _extrapolate(kinds, lambda layers: trace_pass(model, recipe, layers, 0, mesh))
+        in_place = traced_in_place[-1]
 
         def extra_memory(shards: int) -> PassMemory:
-            traced = _extrapolate(kinds, lambda layers: trace_pass(model, recipe, layers, shards, mesh)).memory
-            beginning, end = traced.beginning - in_place.memory.beginning, traced.end - in_place.memory.end
-            return PassMemory(max(beginning, 0), max(end, 0))
+            """Returns what FSDP gathers at a time: weights of a few layers, however many there are. With more of them
+            the peak may move to a moment that has less of it, so it is what a few need at least."""
+            traced = _extrapolate(kinds, lambda layers: trace_pass(model, recipe, layers, shards, mesh))
+            pairs = [(more.memory, less.memory) for more, less in zip(traced, traced_in_place, strict=True)]
+            beginning = max(more.beginning - less.beginning for more, less in pairs)
+            return PassMemory(max(beginning, 0), max(0, *(more.end - less.end for more, less in pairs)))
 
         parameters = sum(parameter.numel() for parameter in skeleton.parameters())
         adapter = AdapterSizes(0, 0, 0) if recipe.full else _adapter_sizes(skeleton, recipe, mesh.tensor)
@@ -221,7 +227,7 @@ def _new_adapter(
 def _layers_by_kind(lm: PreTrainedModel, recipe: MemoryRecipe) -> list[Layers]:
     """Layers of one kind have the same shapes, the same reach of attention, and are recomputed alike."""
     if recipe.checkpointing:
-        checkpoint_layers(lm, every=recipe.checkpointing)
+        checkpoint_layers(lm, every=recipe.checkpointing, experts=ExpertParallel())
     kinds: dict[object, list[int]] = defaultdict(list)
     for number, block in enumerate(blocks_of(lm)):
         shapes = tuple((name, parameter.shape) for name, parameter in block.named_parameters())
@@ -230,13 +236,15 @@ def _layers_by_kind(lm: PreTrainedModel, recipe: MemoryRecipe) -> list[Layers]:
     return list(kinds.values())
 
 
-def _extrapolate(kinds: Sequence[Layers], trace: Callable[[Set[int]], TracedPass]) -> TracedPass:
+def _extrapolate(kinds: Sequence[Layers], trace: Callable[[Set[int]], TracedPass]) -> tuple[TracedPass, TracedPass]:
+    """Returns the pass of a few layers of each kind as traced, and that of all layers, which grows with their number as
+    with one further layer."""
     few: set[int] = {number for layers in kinds for number in layers[:TRACED]}
     least = traced = trace(few)
     for layers in kinds:
         if (further := len(layers) - TRACED) > 0:
             traced = traced.plus(further, trace(few | {layers[TRACED]}), least)
-    return traced
+    return least, traced
 
 
 def trace_pass(
@@ -247,16 +255,8 @@ def trace_pass(
     expert group what is not of experts; with `SHARDS`, experts too if the mesh does so."""
     compute = DTYPES[recipe.dtype]
     lm = build_skeleton(model, torch.float32 if recipe.full and shards else compute)
-    if recipe.checkpointing:
-        checkpoint_layers(lm, every=recipe.checkpointing)
     if recipe.quantise:
         replace_layers(lm, recipe.quantise)
-    _keep_layers(lm, layers)
-    # FSDP changes the names of their classes.
-    first = blocks_of(lm)[0]
-    lm.tie_weights()
-    lm.requires_grad_(requires_grad=recipe.full)
-    decoder = find_decoder(lm)
     parallel = ParallelSettings(context=mesh.context, tensor=mesh.tensor, expert=mesh.expert)
     tokens = -(-recipe.row_tokens // mesh.context)
     if mesh.shards * mesh.tensor == mesh.expert > 1:
@@ -266,8 +266,15 @@ def trace_pass(
         if mesh.expert > 1:
             pairs = -(-tokens // mesh.tensor) * lm.config.num_experts_per_tok
             fake = replace(fake, experts=_BalancedExperts(fake.experts.mesh, pairs))
+        if recipe.checkpointing:
+            checkpoint_layers(lm, every=recipe.checkpointing, experts=fake.experts)
+        _keep_layers(lm, layers)
+        # FSDP changes the names of their classes.
+        first, decoder = blocks_of(lm)[0], find_decoder(lm)
+        lm.tie_weights()
+        lm.requires_grad_(requires_grad=recipe.full)
         fake.split(lm)
-        packed = _TracedModel(lm, decoder, fake.stage, fake.context, LOGITS_BYTES)
+        packed = PackedModel(lm, decoder, fake.stage, fake.context, LOGITS_BYTES)
         groups: dict[Groups, MeshGroup] = {"tensor": fake.tensor, "expert": fake.experts, "context": fake.context}
         live = _LiveBytes({each.group.group_name: name for name, each in groups.items() if each.size > 1})
         if shards:
@@ -326,7 +333,11 @@ def _trace_row(
     """`tokens` are those of this rank."""
     content = torch.zeros(tokens, dtype=torch.int64)
     spans, length = [Span(adapter, tokens)], packed.context.size * tokens
-    row = PackedRow(tokens=content, documents=[length], spans=spans, logit_indices=content, targets=content)
+    # Each token of the row has one target. The tensors have no content from which that could be read.
+    known = RowPlaces(content, Documents([length]), np.arange(tokens))
+    row = PackedRow(
+        tokens=content, documents=[length], spans=spans, logit_indices=content, targets=content, known=known
+    )
     packed.adapters.row = spans
     for parameter in packed.parameters():
         if parameter.requires_grad:
@@ -342,15 +353,6 @@ def _trace_row(
     with live:
         packed(row).sum().backward()
     return TracedPass(PassMemory(live.peak, live.end_peak), live.calls, live.sent)
-
-
-class _TracedModel(PackedModel):
-    """Each token of a row has one target: no number has to be read to know which are in a chunk."""
-
-    def _chunks(self, row: PackedRow) -> list[tuple[slice, slice]]:
-        length = len(row.tokens)
-        slices = [slice(start, min(start + self._chunk, length)) for start in range(0, length, self._chunk)]
-        return [(each, each) for each in slices]
 
 
 def _free_gradient(parameter: torch.Tensor) -> None:

@@ -1,5 +1,5 @@
 """Offload: which adapters stay on the device (`Slots`, least recently used), which go to host memory or disk, and sleep
-and wake of a whole rank.
+and wake of a whole rank, which gives the memory of its device back to others.
 
 The storage of a tensor is resized to nothing and later resized back, so that the engine's own references, and its
 views into one storage, stay valid. `SleepOffload` offloads a whole rank. `Slots` decides which adapters are resident on
@@ -11,53 +11,156 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Final, Protocol
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load, save, save_file
 
 from strata.base import log
+from strata.train.runner.model.process_memory import trim_heap
 from strata.train.runner.model.trained import TrainedModel
 
+CHUNK_BYTES: Final = 256 << 20
+"""Host copies are pinned in chunks of this size: torch rounds what it pins up to a power of two."""
 _log = log.get(__name__)
+
+
+class DeviceMemory(Protocol):
+    """The memory of a rank's device, as sleep needs it: `CudaMemory`, or one that records its calls."""
+
+    device_type: str
+
+    def free_bytes(self) -> int:
+        """Returns what other processes could have of the device."""
+        ...
+
+    def pinned(self, size: int) -> torch.Tensor:
+        """Returns so many bytes of the host, from which and to which the device copies by itself."""
+        ...
+
+    def synchronize(self) -> None: ...
+
+    def empty_cache(self) -> None:
+        """Give the memory that the allocator holds without using it back to the device."""
+        ...
+
+    def empty_host_cache(self) -> None:
+        """Give pinned memory that is not used back to the host."""
+        ...
+
+
+class CudaMemory:
+    device_type: str = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def pinned(self, size: int) -> torch.Tensor:
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            # The host limits what may be pinned. Copies are slower then, and give the same.
+            _log.warning("memory_not_pinned", size=size, reason=str(error).partition("\n")[0])
+            return torch.empty(size, dtype=torch.uint8)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def empty_cache(self) -> None:
+        with torch.cuda.device(self._device):
+            torch.cuda.empty_cache()
+
+    def empty_host_cache(self) -> None:
+        torch.accelerator.empty_host_cache()
 
 
 class SleepOffload:
     """Everything large of a rank: memory of its device goes to the host; without a device, memory of the host goes to a
     file."""
 
-    def __init__(self, tensors: Iterable[torch.Tensor], file: Path) -> None:
-        """Take away the memory of these tensors. `freed` says how many bytes that was."""
+    def __init__(self, tensors: Iterable[torch.Tensor], file: Path, memory: DeviceMemory | None = None) -> None:
+        """Take away the memory of these tensors. `freed` says how many bytes of the device, or of this process, others
+        have now. Unless it is given, the memory is that of the device on which the first of the tensors are."""
         self._file = file
         storages = _storages_of(tensors)
-        on_device = [storage for storage in storages if storage.device.type != "cpu"]
-        self._storages = on_device or storages
-        self._host: list[torch.Tensor] = []
-        self._sizes = [storage.nbytes() for storage in self._storages]
-        self.freed = sum(self._sizes)
-        if not on_device:
-            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            save_file({str(number): _bytes_of(storage) for number, storage in enumerate(self._storages)}, file)
+        self._memory = memory or _device_memory(storages)
+        self._chunks: list[torch.Tensor] = []
+        if self._memory is None:
+            self._storages = storages
+            self._sizes = [storage.nbytes() for storage in storages]
+            self.freed = self._to_file()
         else:
-            self._host = [_bytes_of(storage).cpu() for storage in self._storages]
-        for storage in self._storages:
-            storage.resize_(0)
+            self._storages = [each for each in storages if each.device.type == self._memory.device_type]
+            self._sizes = [storage.nbytes() for storage in self._storages]
+            self.freed = self._to_host(self._memory)
 
     def restore(self) -> None:
-        if self._host:
-            for storage, size, content in zip(self._storages, self._sizes, self._host, strict=True):
-                storage.resize_(size)
-                _bytes_of(storage).copy_(content)
-            return
-        if not self._storages:
-            return
+        if self._memory is not None:
+            self._from_host(self._memory)
+        elif self._storages:
+            self._from_file()
+
+    def _to_host(self, memory: DeviceMemory) -> int:
+        before = memory.free_bytes()
+        total = sum(self._sizes)
+        self._chunks = [memory.pinned(min(CHUNK_BYTES, total - at)) for at in range(0, total, CHUNK_BYTES)]
+        for on_host, on_device in self._copies():
+            on_host.copy_(on_device, non_blocking=True)
+        # A storage that is resized before its copy has ended would be copied from what others write there.
+        memory.synchronize()
+        for storage in self._storages:
+            storage.resize_(0)
+        # The allocator would keep the memory, and blocks that a stream still waits for are not given back.
+        memory.synchronize()
+        memory.empty_cache()
+        return max(memory.free_bytes() - before, 0)
+
+    def _from_host(self, memory: DeviceMemory) -> None:
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            storage.resize_(size)
+        for on_host, on_device in self._copies():
+            on_device.copy_(on_host, non_blocking=True)
+        memory.synchronize()
+        self._chunks = []
+        memory.empty_host_cache()
+
+    def _copies(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The parts of the chunks, each with the part of a storage that belongs there."""
+        at = 0
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            content, done = _bytes_of(storage), 0
+            while done < size:
+                chunk = self._chunks[at // CHUNK_BYTES]
+                begin = at % CHUNK_BYTES
+                length = min(size - done, CHUNK_BYTES - begin)
+                yield chunk[begin : begin + length], content[done : done + length]
+                done, at = done + length, at + length
+
+    def _to_file(self) -> int:
+        self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        save_file({str(number): _bytes_of(storage) for number, storage in enumerate(self._storages)}, self._file)
+        for storage in self._storages:
+            storage.resize_(0)
+        trim_heap()
+        return sum(self._sizes)
+
+    def _from_file(self) -> None:
         with safe_open(self._file, framework="pt") as contents:
             for number, (storage, size) in enumerate(zip(self._storages, self._sizes, strict=True)):
                 storage.resize_(size)
                 _bytes_of(storage).copy_(contents.get_tensor(str(number)))
         self._file.unlink(missing_ok=True)
+
+
+def _device_memory(storages: Sequence[torch.UntypedStorage]) -> DeviceMemory | None:
+    on_device = next((storage.device for storage in storages if storage.device.type == "cuda"), None)
+    return None if on_device is None else CudaMemory(on_device)
 
 
 class OffloadedModel:

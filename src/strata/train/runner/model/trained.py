@@ -125,8 +125,7 @@ class LoraModel:
         if gradients is None:
             gradients = [torch.zeros_like(parameter) for parameter in self.optimizer.parameters]
         # Each number counts once, however many ranks have it.
-        sums = [sum_squares(own) for own in self.own_shares(gradients)]
-        squares = self._ranks.start_all_reduce(torch.stack(sums).sum())
+        squares = self._ranks.start_all_reduce(sum_squares(self.own_shares(gradients)))
         yield
         result = self.optimizer.step(gradients, float(squares().sqrt()), params)
         if self.is_sharded:
@@ -234,9 +233,9 @@ class FullModel:
         gradients = self.gradients()
         self.abort()
         # Each gradient counts once, however many copies there are.
-        counted = [self.has_first_copy(name) for name in self.parameters]
-        squares = [sum_squares(gradient) * own for gradient, own in zip(gradients, counted, strict=True)]
-        norm = self._ranks.start_all_reduce(torch.stack(squares).sum())
+        counted = [own for name, own in zip(self.parameters, gradients, strict=True) if self.has_first_copy(name)]
+        squares = sum_squares(counted) if counted else gradients[0].new_zeros((), dtype=torch.float64)
+        norm = self._ranks.start_all_reduce(squares)
         yield
         return self.optimizer.step(gradients, float(norm().sqrt()), params)
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
@@ -21,9 +24,21 @@ from transformers import PreTrainedModel
 
 from strata.base.errors import Code, StrataError
 from strata.train.runner.lora.hooks import Adapters, Span, slice_spans
-from strata.train.runner.model.attention import Documents
+from strata.train.runner.model.attention import whole_row
+from strata.train.runner.model.attention_kernels import Documents
 from strata.train.runner.model.context_parallel import ContextParallel
 from strata.train.runner.model.pipeline_parallel import PipelineStage
+
+
+@dataclass(frozen=True)
+class RowPlaces:
+    """Where the tokens of a row are in their documents, and which tokens its targets belong to: made on the host."""
+
+    positions: torch.Tensor
+    """The place of each token in its document, on the device of the row."""
+    attended: Documents
+    indices: NDArray[np.int64]
+    """The same numbers as `logit_indices`, on the host: nothing has to wait for the device to know them."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +54,22 @@ class PackedRow:
     targets: torch.Tensor
     start: int = 0
     """The first token of this slice of a row, whose documents `documents` then are."""
+    known: RowPlaces | None = None
+    """Those of this row if whoever made it knows them. Otherwise they are found out when they are needed, once."""
 
-    @property
-    def positions(self) -> torch.Tensor:
-        positions = torch.cat([torch.arange(length, device=self.tokens.device) for length in self.documents])
-        return positions[self.start : self.start + len(self.tokens)]
+    @cached_property
+    def places(self) -> RowPlaces:
+        if self.known is not None:
+            return self.known
+        positions = np.concatenate([np.arange(length) for length in self.documents])
+        own = torch.from_numpy(positions[self.start : self.start + len(self.tokens)])
+        indices = self.logit_indices.to("cpu").numpy()
+        return RowPlaces(own.to(self.tokens.device), Documents(self.documents), indices)
+
+    def targets_of(self, bounds: Sequence[int]) -> list[slice]:
+        """The targets of the tokens between each of these bounds and the next."""
+        firsts: list[int] = np.searchsorted(self.places.indices, bounds).tolist()
+        return [slice(first, last) for first, last in pairwise(firsts)]
 
     def slice_for(self, rank: int, ranks: int) -> tuple[PackedRow, slice]:
         """The slice of one of so many ranks, and which of the targets it has. Slices are equally long: a document
@@ -53,16 +79,23 @@ class PackedRow:
         length = -(-len(self.tokens) // ranks)
         padding = ranks * length - len(self.tokens)
         start, end = rank * length, (rank + 1) * length
-        # Read before the layers of the row are started: reading waits for the device.
-        bounds = torch.tensor([start, end], device=self.logit_indices.device)
-        own = slice(*torch.searchsorted(self.logit_indices, bounds).tolist())
+        (own,) = self.targets_of([start, end])
+        places, tokens, positions = self.places, self.tokens, self.places.positions
+        if padding:
+            tokens, positions = pad(tokens, (0, padding)), pad(positions, (0, padding))
+        known = RowPlaces(
+            positions=positions[start:end],
+            attended=Documents([*self.documents, padding]) if padding else places.attended,
+            indices=places.indices[own] - start,
+        )
         part = PackedRow(
-            tokens=pad(self.tokens, (0, padding))[start:end],
-            documents=[*self.documents, padding] if padding else self.documents,
+            tokens=tokens[start:end],
+            documents=known.attended.lengths,
             spans=slice_spans([*self.spans, Span(None, padding)], start, end),
             logit_indices=self.logit_indices[own] - start,
             targets=self.targets[own],
             start=start,
+            known=known,
         )
         return part, own
 
@@ -176,8 +209,9 @@ class PackedModel(nn.Module):
         chunks = self._chunks(row)
         hidden = self._split.hidden(
             **self._inputs(row.tokens),
-            position_ids=row.positions[None],
-            documents=Documents(row.documents),
+            attention_mask=whole_row(row.tokens),
+            position_ids=row.places.positions[None],
+            documents=row.places.attended,
             context=self.context,
         )
         if not self.stage.is_last:
@@ -201,15 +235,12 @@ class PackedModel(nn.Module):
 
     def _chunks(self, row: PackedRow) -> list[tuple[slice, slice]]:
         """Tokens whose logits are computed together, and their targets."""
-        length, count = len(row.tokens), len(row.targets)
+        length = len(row.tokens)
         if self._chunk >= length:
-            return [(slice(0, length), slice(0, count))]
-        starts = list(range(0, length, self._chunk))
-        # Read once for a row, and before its layers are started: reading waits for the device.
-        firsts = torch.searchsorted(row.logit_indices, torch.tensor(starts, device=row.logit_indices.device)).tolist()
-        tokens = [slice(start, end) for start, end in pairwise([*starts, length])]
-        targets = [slice(first, last) for first, last in pairwise([*firsts, count])]
-        return list(zip(tokens, targets, strict=True))
+            return [(slice(0, length), slice(0, len(row.targets)))]
+        bounds = [*range(0, length, self._chunk), length]
+        tokens = [slice(start, end) for start, end in pairwise(bounds)]
+        return list(zip(tokens, row.targets_of(bounds), strict=True))
 
     def _logprobs(
         self, hidden: torch.Tensor, indices: torch.Tensor, targets: torch.Tensor, spans: Sequence[Span]

@@ -14,12 +14,13 @@ Position i of a datum predicts target i: the client has already shifted the targ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
@@ -33,117 +34,131 @@ MASK: Final = "sequence_ratio_mask"
 KNOWN_INPUTS: Final = frozenset({"target_tokens", "weights", "logprobs", "advantages", LOW, HIGH, MASK})
 DENSE_LIMIT: Final = 1 << 26
 """The most numbers of one input. A sparse matrix can claim any shape in a few bytes, so the shape is limited."""
-_NUMPY: Final = {ops.DType.F32: "<f4", ops.DType.I64: "<i8", ops.DType.I32: "<i4", ops.DType.BF16: "<i2"}
+_NUMPY: Final = {ops.DType.F32: "<f4", ops.DType.I64: "<i8", ops.DType.I32: "<i4", ops.DType.BF16: "<u2"}
+
+Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One datum as tensors, all on the device of the rank. `targets` are (T,) or, for a distillation, (T, K)."""
+    """One datum, validated, on the host. `targets` are (T,) or, for a distillation, (T, K)."""
 
-    tokens: torch.Tensor
-    targets: torch.Tensor
-    weights: torch.Tensor
-    logprobs: torch.Tensor | None
-    advantages: torch.Tensor | None
-    low: torch.Tensor | float
-    high: torch.Tensor | float
+    tokens: Array
+    targets: Array
+    weights: Array
+    logprobs: Array | None
+    advantages: Array | None
+    low: Array | float
+    high: Array | float
     beta: float
-    mask: torch.Tensor | None
+    mask: Array | None
     custom: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """What a loss of the client reads, besides the log probabilities."""
 
-    def to(self, device: torch.device) -> LossInputs:
-        moved: dict[str, Any] = {"custom": {name: tensor.to(device) for name, tensor in self.custom.items()}}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if isinstance(value, torch.Tensor):
-                moved[each.name] = value.to(device)
-        return replace(self, **moved)
+
+@dataclass(frozen=True)
+class LossBatch:
+    """The inputs of all datums of a row that have one loss, target by target and one datum after the other, on the
+    device of the rank. What the loss does not need is empty."""
+
+    segments: torch.Tensor
+    """The datum of each target: a number below `datums`."""
+    datums: int
+    weights: torch.Tensor
+    logprobs: torch.Tensor
+    advantages: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+    beta: torch.Tensor
+    mask: torch.Tensor
+    marked: torch.Tensor
+    """How many targets of each datum the mask marks."""
+    sampled: torch.Tensor
+    """Whether a target has a weight and an advantage."""
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of each datum of the last dimension, in float64. No value reaches another datum's sum.
+
+        On CUDA sums are added in an order that is not fixed, unless deterministic algorithms are on: they are the same
+        again but for the rounding of float64.
+        """
+        sums = torch.zeros((*values.shape[:-1], self.datums), dtype=torch.float64, device=values.device)
+        return sums.scatter_add_(-1, self.segments.expand(values.shape), values.to(torch.float64))
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        """The same for the largest value, which is NaN if any is."""
+        largest = torch.full((*values.shape[:-1], self.datums), -torch.inf, dtype=values.dtype, device=values.device)
+        return largest.scatter_reduce_(-1, self.segments.expand(values.shape), values, "amax")
+
+
+BATCH_FIELDS: Final = tuple(each.name for each in fields(LossBatch) if each.name != "datums")
 
 
 @dataclass(frozen=True)
 class LossTerms:
-    """The loss of one datum: its sum, and per token the values that its metrics are computed from."""
+    """Target by target: the terms of the loss, and the values that its metrics are computed from."""
 
     loss: torch.Tensor
     ratio: torch.Tensor | None = None
     clipped: torch.Tensor | None = None
 
 
-Loss = Callable[[torch.Tensor, LossInputs], LossTerms]
+Loss = Callable[[torch.Tensor, LossBatch], LossTerms]
 
 
-def cross_entropy(logprobs: torch.Tensor, datum: LossInputs) -> LossTerms:
+def cross_entropy(logprobs: torch.Tensor, batch: LossBatch) -> LossTerms:
     """-Σ w · log p(x). With targets (T, K), the sum goes over all K targets of each token."""
-    return LossTerms(-(datum.weights * logprobs).sum())
+    return LossTerms(-(batch.weights * logprobs))
 
 
-def importance_sampling(logprobs: torch.Tensor, datum: LossInputs) -> LossTerms:
+def importance_sampling(logprobs: torch.Tensor, batch: LossBatch) -> LossTerms:
     """-Σ w · r · A."""
-    ratio, advantages = _ratio(logprobs, datum)
-    return LossTerms(-(datum.weights * ratio * advantages).sum(), ratio.detach())
+    ratio = torch.exp(logprobs - batch.logprobs)
+    return LossTerms(-(batch.weights * ratio * batch.advantages), ratio.detach())
 
 
-def ppo(logprobs: torch.Tensor, datum: LossInputs) -> LossTerms:
+def ppo(logprobs: torch.Tensor, batch: LossBatch) -> LossTerms:
     """-Σ w · min(r · A, clip(r) · A), with low 0.8 and high 1.2 unless set: bounds of the ratio itself."""
-    ratio, advantages = _ratio(logprobs, datum)
-    return _clipped_objective(ratio, advantages, datum)
+    return _clipped_objective(torch.exp(logprobs - batch.logprobs), batch)
 
 
-def cispo(logprobs: torch.Tensor, datum: LossInputs) -> LossTerms:
+def cispo(logprobs: torch.Tensor, batch: LossBatch) -> LossTerms:
     """-Σ w · sg[clip(r)] · A · log p(x), with low 0 and high 4 unless set: every token keeps a gradient."""
-    ratio, advantages = _ratio(logprobs.detach(), datum)
-    clipped = _clip(ratio, datum)
-    return LossTerms(-(datum.weights * clipped * advantages * logprobs).sum(), ratio, clipped != ratio)
+    ratio = torch.exp(logprobs.detach() - batch.logprobs)
+    clipped = _clip(ratio, batch)
+    return LossTerms(-(batch.weights * clipped * batch.advantages * logprobs), ratio, clipped != ratio)
 
 
-def dro(logprobs: torch.Tensor, datum: LossInputs) -> LossTerms:
+def dro(logprobs: torch.Tensor, batch: LossBatch) -> LossTerms:
     """-Σ w · (log p(x) · A - β/2 · (log p(x) - log q(x))²), with β = 0.05 unless set.
 
     The quadratic term holds the model near the sampler (Richemond et al., 2024). The client provides soft advantages.
     """
-    sampled, advantages = _sampled(datum)
-    distance = logprobs - sampled
-    objective = logprobs * advantages - 0.5 * datum.beta * distance.square()
-    return LossTerms(-(datum.weights * objective).sum(), distance.detach().exp())
+    distance = logprobs - batch.logprobs
+    objective = logprobs * batch.advantages - 0.5 * batch.beta * distance.square()
+    return LossTerms(-(batch.weights * objective), distance.detach().exp())
 
 
-def gspo(logprobs: torch.Tensor, datum: LossInputs) -> LossTerms:
+def gspo(logprobs: torch.Tensor, batch: LossBatch) -> LossTerms:
     """-Σ w · min(s · A, clip(s) · A) with one ratio for the whole sequence, s = exp(mean over M of log r).
 
     M are the tokens where `sequence_ratio_mask` is not zero. The token's ratio is sg[s] · p(x) / sg[p(x)]: the value of
     the sequence, the gradient of the token (Zheng et al., 2025, the token-level form). Bounds as for ppo.
     """
-    sampled, advantages = _sampled(datum)
-    assert datum.mask is not None
-    counted = datum.mask != 0
-    ratio_of_sequence = torch.where(counted, logprobs.detach() - sampled, 0.0).sum() / counted.sum()
-    ratio = torch.exp(ratio_of_sequence + logprobs - logprobs.detach())
-    return _clipped_objective(ratio, advantages, datum)
+    distances = torch.where(batch.mask, logprobs.detach() - batch.logprobs, 0.0)
+    of_sequences = (batch.sum(distances) / batch.marked).to(logprobs.dtype)
+    ratio = torch.exp(of_sequences[batch.segments] + logprobs - logprobs.detach())
+    return _clipped_objective(ratio, batch)
 
 
-def _ratio(logprobs: torch.Tensor, datum: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    sampled, advantages = _sampled(datum)
-    return torch.exp(logprobs - sampled), advantages
+def _clip(ratio: torch.Tensor, batch: LossBatch) -> torch.Tensor:
+    return torch.minimum(torch.maximum(ratio, batch.low), batch.high)
 
 
-def _sampled(datum: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    assert datum.logprobs is not None
-    assert datum.advantages is not None
-    return datum.logprobs, datum.advantages
-
-
-def _clip(ratio: torch.Tensor, datum: LossInputs) -> torch.Tensor:
-    low = torch.as_tensor(datum.low, dtype=ratio.dtype, device=ratio.device)
-    high = torch.as_tensor(datum.high, dtype=ratio.dtype, device=ratio.device)
-    return torch.minimum(torch.maximum(ratio, low), high)
-
-
-def _clipped_objective(ratio: torch.Tensor, advantages: torch.Tensor, datum: LossInputs) -> LossTerms:
-    clipped = _clip(ratio, datum)
-    objective = torch.minimum(ratio * advantages, clipped * advantages)
-    is_clipped = clipped.detach() * advantages < ratio.detach() * advantages
-    return LossTerms(-(datum.weights * objective).sum(), ratio.detach(), is_clipped)
+def _clipped_objective(ratio: torch.Tensor, batch: LossBatch) -> LossTerms:
+    plain, clipped = ratio * batch.advantages, _clip(ratio, batch) * batch.advantages
+    is_clipped = clipped.detach() < plain.detach()
+    return LossTerms(-(batch.weights * torch.minimum(plain, clipped)), ratio.detach(), is_clipped)
 
 
 @dataclass(frozen=True)
@@ -155,6 +170,10 @@ class LossRule:
     """Whether it needs the sampler's log probabilities and advantages."""
     config: Mapping[str, float]
     masked: bool = False
+
+    @property
+    def clips(self) -> bool:
+        return LOW in self.config
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -184,7 +203,7 @@ def read_inputs(name: LossName, config: Mapping[str, float], datum: ops.Datum, v
     """The inputs of a loss, validated. An INVALID error names the input that does not fit."""
     rule = RULES[name]
     settings = {**rule.config, **config}
-    inputs = {key: _to_tensor(key, tensor) for key, tensor in datum.inputs.items() if key in KNOWN_INPUTS}
+    inputs = {key: _to_array(key, tensor) for key, tensor in datum.inputs.items() if key in KNOWN_INPUTS}
     tokens = _token_ids("tokens", _numbers(datum.tokens, ops.DType.I32), vocabulary)
     targets = _read_targets(tokens, inputs.pop("target_tokens", None), rule, vocabulary)
     per_token = {key: _per_token(key, tensor, targets) for key, tensor in inputs.items()}
@@ -192,12 +211,12 @@ def read_inputs(name: LossName, config: Mapping[str, float], datum: ops.Datum, v
         if key not in per_token:
             raise _invalid(f"{key} is missing, which the loss {name.value} needs")
     needed = {key: per_token[key] for key in rule.required}
-    if rule.masked and not bool((needed[MASK] != 0).any()):
+    if rule.masked and not needed[MASK].any():
         raise _invalid(f"{MASK} marks no token")
     return LossInputs(
         tokens=tokens,
         targets=targets,
-        weights=per_token.get("weights", torch.ones(targets.shape)),
+        weights=per_token["weights"] if "weights" in per_token else np.ones(targets.shape, np.float32),
         logprobs=needed.get("logprobs"),
         advantages=needed.get("advantages"),
         low=per_token.get(LOW, settings.get(LOW, 0.0)),
@@ -212,7 +231,7 @@ def read_custom_inputs(loss: CustomLoss, datum: ops.Datum, vocabulary: int) -> L
     tokens = _token_ids("tokens", _numbers(datum.tokens, ops.DType.I32), vocabulary)
     given = datum.inputs.get("target_tokens")
     targets = _read_targets(
-        tokens, None if given is None else _to_tensor("target_tokens", given), RULES[LossName.CROSS_ENTROPY], vocabulary
+        tokens, None if given is None else _to_array("target_tokens", given), RULES[LossName.CROSS_ENTROPY], vocabulary
     )
     if targets.ndim != loss.inputs[0].rank:
         raise _invalid(
@@ -222,7 +241,7 @@ def read_custom_inputs(loss: CustomLoss, datum: ops.Datum, vocabulary: int) -> L
     return LossInputs(
         tokens=tokens,
         targets=targets,
-        weights=torch.ones(targets.shape),
+        weights=np.ones(targets.shape, np.float32),
         logprobs=None,
         advantages=None,
         low=0.0,
@@ -237,7 +256,8 @@ def _read_custom(loss: CustomLoss, declared: LossInput, datum: ops.Datum, tokens
     name, given = declared.name, datum.inputs.get(declared.name)
     if given is None:
         raise _invalid(f"{name} is missing, which the loss {loss.name!r} takes")
-    tensor = _to_tensor(name, given)
+    # A copy: what was received is read-only memory, which torch warns of.
+    tensor = torch.from_numpy(_to_array(name, given).copy())
     if declared.rank == 0 and tensor.numel() == 1:
         # A number has no shape on the wire, and arrives as a list of one.
         return tensor.reshape(())
@@ -249,130 +269,127 @@ def _read_custom(loss: CustomLoss, declared: LossInput, datum: ops.Datum, tokens
     return tensor
 
 
-def _read_targets(tokens: torch.Tensor, targets: torch.Tensor | None, rule: LossRule, vocabulary: int) -> torch.Tensor:
+def _read_targets(tokens: Array, targets: Array | None, rule: LossRule, vocabulary: int) -> Array:
     if not len(tokens):
         raise _invalid("it has no tokens")
     if targets is None:
         raise _invalid("target_tokens is missing")
     ids = _token_ids("target_tokens", targets, vocabulary)
     if ids.shape[:1] != tokens.shape or ids.ndim > (1 if rule.sampled else 2):
-        raise _invalid(f"target_tokens has the shape {tuple(ids.shape)} where there are {len(tokens)} tokens")
+        raise _invalid(f"target_tokens has the shape {ids.shape} where there are {len(tokens)} tokens")
     return ids
 
 
-def _token_ids(name: str, ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    if ids.is_floating_point():
+def _token_ids(name: str, ids: Array, vocabulary: int) -> Array:
+    if ids.dtype.kind == "f":
         raise _invalid(f"{name} are numbers of tokens, not real numbers")
-    if bool(((ids < 0) | (ids >= vocabulary)).any()):
+    if ((ids < 0) | (ids >= vocabulary)).any():
         raise _invalid(f"{name} holds a token that is not one of the {vocabulary} of the vocabulary")
     return ids
 
 
-def _per_token(name: str, tensor: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _per_token(name: str, tensor: Array, targets: Array) -> Array:
     if tensor.shape != targets.shape:
-        raise _invalid(f"{name} has the shape {tuple(tensor.shape)} where target_tokens has {tuple(targets.shape)}")
-    return tensor.to(torch.float32)
+        raise _invalid(f"{name} has the shape {tensor.shape} where target_tokens has {targets.shape}")
+    return tensor.astype(np.float32, copy=False)
 
 
 def _invalid(message: str) -> StrataError:
     return StrataError(Code.INVALID, message)
 
 
-def _to_tensor(name: str, tensor: ops.Tensor) -> torch.Tensor:
-    """A dense tensor of float32 or int64."""
+def _to_array(name: str, tensor: ops.Tensor) -> Array:
+    """A dense array of float32 or int64."""
     size = math.prod(tensor.shape)
     if any(length < 0 for length in tensor.shape) or size > DENSE_LIMIT:
         raise _invalid(f"{name} has the shape {tuple(tensor.shape)}, which is not one of at most {DENSE_LIMIT} numbers")
     try:
         values = _numbers(tensor.data, tensor.dtype)
         dense = values.reshape(tensor.shape) if isinstance(tensor, ops.Dense) else _densify(name, tensor, values)
-    except (ValueError, RuntimeError) as error:
+    except ValueError as error:
         raise _invalid(f"{name} does not hold what its shape {tuple(tensor.shape)} says") from error
-    if dense.is_floating_point() and not bool(torch.isfinite(dense).all()):
+    if dense.dtype.kind == "f" and not np.isfinite(dense).all():
         raise _invalid(f"{name} holds a number that is not finite")
     return dense
 
 
-def _numbers(data: bytes, dtype: ops.DType) -> torch.Tensor:
-    # frombuffer alone would share read-only memory, which torch warns of.
-    plain = torch.from_numpy(np.frombuffer(data, dtype=_NUMPY[dtype]).copy())
+def _numbers(data: bytes, dtype: ops.DType) -> Array:
+    plain = np.frombuffer(data, dtype=_NUMPY[dtype])
     match dtype:
         case ops.DType.BF16:
-            return plain.view(torch.bfloat16).to(torch.float32)
+            # The upper half of a float32.
+            return (plain.astype("<u4") << 16).view("<f4")
         case ops.DType.I32:
-            return plain.to(torch.int64)
+            return plain.astype(np.int64)
         case _:
             return plain
 
 
-def _densify(name: str, tensor: ops.Sparse, values: torch.Tensor) -> torch.Tensor:
+def _densify(name: str, tensor: ops.Sparse, values: Array) -> Array:
     rows, columns = tensor.shape
     crow = _numbers(tensor.crow, ops.DType.I64)
     col = _numbers(tensor.col, ops.DType.I64)
-    counts = crow.diff()
+    counts = np.diff(crow)
     well_formed = (
         crow.shape == (rows + 1,)
         and col.shape == values.shape
-        and int(crow[0]) == 0
-        and int(crow[-1]) == len(values)
-        and bool((counts >= 0).all())
-        and bool(((col >= 0) & (col < columns)).all())
+        and crow[0] == 0
+        and crow[-1] == len(values)
+        and (counts >= 0).all()
+        and ((col >= 0) & (col < columns)).all()
     )
     if not well_formed:
         raise _invalid(f"{name} is not a matrix in compressed row format (CSR)")
-    dense = torch.zeros((rows, columns), dtype=values.dtype)
-    dense[torch.arange(rows).repeat_interleave(counts), col] = values
+    dense = np.zeros((rows, columns), dtype=values.dtype)
+    dense[np.repeat(np.arange(rows), counts), col] = values
     return dense
 
 
-def measure_loss(terms: LossTerms, datum: LossInputs, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The metrics of one datum, on the device and not read yet: `read_metrics` reads those of many datums at once.
+def measure_loss(terms: LossTerms, batch: LossBatch, logprobs: torch.Tensor) -> torch.Tensor:
+    """The metrics of each datum of a batch, on the device: one row of numbers for each, which `read_metrics` names.
 
     Ratios and clips are over the tokens that have an advantage: those of a prompt came from no sampler. Nothing here
     may wait for the device, so no tokens are selected by a mask.
+
+    The gap says how far the sampler's log probabilities are from the trainer's. If both had the same weights, it is the
+    numerical difference between two programs; after an optimizer step it also holds what was learned. `kl` estimates
+    KL(q‖p) by r - 1 - log r, which is unbiased and never negative.
     """
-    counted = datum.weights != 0
-    measured = {"loss:sum": terms.loss.detach(), TOKENS: counted.sum()}
-    if datum.logprobs is None or datum.advantages is None:
-        return measured
-    sampled = counted & (datum.advantages != 0)
-    measured[SAMPLED] = sampled.sum()
-    if terms.ratio is not None:
-        measured |= {
-            "ratio:mean": torch.where(sampled, terms.ratio, 0.0).sum() / measured[SAMPLED],
-            "ratio:min": torch.where(sampled, terms.ratio, torch.inf).min(),
-            "ratio:max": torch.where(sampled, terms.ratio, -torch.inf).max(),
-        }
+    loss = terms.loss.detach()
+    if terms.ratio is None:
+        return batch.sum(loss[None])
+    ratio, sampled = terms.ratio, batch.sampled
+    distance = torch.where(sampled, (logprobs.detach() - batch.logprobs).double(), 0.0)
+    gap = distance.abs()
+    sums = [loss, torch.where(sampled, ratio, 0.0), gap, distance.expm1() - distance]
     if terms.clipped is not None:
-        measured["clipped_tokens:sum"] = (terms.clipped & sampled).sum()
-    return measured | _sampler_gap(logprobs.detach() - datum.logprobs, sampled)
+        sums.append(terms.clipped & sampled)
+    maxima = [gap, torch.where(sampled, ratio, -torch.inf), torch.where(sampled, -ratio, -torch.inf)]
+    double = [[each.double() for each in group] for group in (maxima, sums)]
+    return torch.cat([batch.max(torch.stack(double[0])), batch.sum(torch.stack(double[1]))])
 
 
-def _sampler_gap(distance: torch.Tensor, sampled: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns how far the sampler's log probabilities are from the trainer's, over the tokens that have an advantage.
-
-    If both had the same weights, the gap is the numerical difference between two programs; after an optimizer step it
-    also holds what was learned. `kl` estimates KL(q‖p) by r - 1 - log r, which is unbiased and never negative.
-    """
-    distance = torch.where(sampled, distance.double(), 0.0)
-    return {
-        "sampler_gap:sum": distance.abs().sum(),
-        "sampler_gap:max": distance.abs().max(),
-        "sampler_kl:sum": (distance.expm1() - distance).sum(),
-    }
-
-
-def read_metrics(measured: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, float]]:
-    """The metrics of each datum, by one copy to the host; see `combine_metrics` for those of an operation."""
-    if not measured:
-        return []
-    tensors = [tensor.to(torch.float64) for each in measured for tensor in each.values()]
-    numbers: Iterator[float] = iter(torch.stack(tensors).tolist())
-    metrics = [dict(zip(each, numbers, strict=False)) for each in measured]
-    return [_without_undefined(each) for each in metrics]
+def read_metrics(numbers: Array, counted: Array, sampled: Array | None) -> list[dict[str, float]]:
+    """The metrics of each datum of a batch, from what `measure_loss` returned and the numbers of its targets that have
+    a weight, and that have an advantage too. See `combine_metrics` for those of an operation."""
+    if sampled is None:
+        return [
+            {"loss:sum": loss, TOKENS: float(count)} for loss, count in zip(numbers[0].tolist(), counted, strict=True)
+        ]
+    return [
+        _name_metrics(of_datum, *counts)
+        for of_datum, *counts in zip(numbers.T.tolist(), counted.tolist(), sampled.tolist(), strict=True)
+    ]
 
 
-def _without_undefined(metrics: dict[str, float]) -> dict[str, float]:
+def _name_metrics(numbers: Sequence[float], counted: int, sampled: int) -> dict[str, float]:
     """Ratio and gap have no value if no token was sampled."""
-    undefined = () if metrics.get(SAMPLED) else ("ratio:", "sampler_")
-    return {name: value for name, value in metrics.items() if not name.startswith(undefined)}
+    largest_gap, largest, smallest, loss, ratio, gap, kl, *clipped = numbers
+    metrics = {"loss:sum": loss, TOKENS: float(counted), SAMPLED: float(sampled)}
+    if sampled:
+        metrics |= {"ratio:mean": ratio / sampled, "ratio:min": -smallest, "ratio:max": largest}
+    if clipped:
+        metrics["clipped_tokens:sum"] = clipped[0]
+    if sampled:
+        metrics |= {"sampler_gap:sum": gap, "sampler_gap:max": largest_gap, "sampler_kl:sum": kl}
+    return metrics

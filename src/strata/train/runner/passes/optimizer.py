@@ -37,12 +37,20 @@ class StepResult:
         return {"grad_norm": self.grad_norm, "lr": self.lr}
 
 
-def sum_squares(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of the squares of all numbers, in float64, without a copy of the tensor in it."""
-    flat = tensor.reshape(-1)
-    whole = len(flat) // SUMMED * SUMMED
-    norms = torch.linalg.vector_norm(flat[:whole].view(-1, SUMMED), dim=1)
-    return torch.cat([norms, torch.linalg.vector_norm(flat[whole:])[None]]).double().square().sum()
+def sum_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of the squares of all numbers, in float64, without a copy of them in it. At least one tensor."""
+    if tensors[0].is_cuda:
+        # The kernel converts the numbers as it reads them; that of the processor copies them before.
+        return torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64)).square().sum()
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    whole = [len(each) // SUMMED * SUMMED for each in flat]
+    norms = [
+        torch.linalg.vector_norm(each[:end].view(-1, SUMMED), dim=1)
+        for each, end in zip(flat, whole, strict=True)
+        if end
+    ]
+    rest = torch._foreach_norm([each[end:] for each, end in zip(flat, whole, strict=True)], 2)
+    return torch.cat([*norms, torch.stack(rest)]).double().square().sum()
 
 
 def _as_one(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -86,8 +94,7 @@ class Optimizer:
         if not math.isfinite(norm):
             raise StrataError(Code.INVALID, f"the norm of the gradients is {norm}: they were discarded")
         if params.grad_clip_norm > 0 and norm + CLIP_EPS > params.grad_clip_norm:
-            for gradient in gradients:
-                gradient.mul_(params.grad_clip_norm / (norm + CLIP_EPS))
+            torch._foreach_mul_(list(gradients), params.grad_clip_norm / (norm + CLIP_EPS))
         factor = self.schedule.factor(self.steps + 1) if self.schedule else 1.0
         lr = params.learning_rate * factor
         for group in self._torch.param_groups:
@@ -127,7 +134,8 @@ class Optimizer:
             for number, parameter in enumerate(stepped):
                 state = {name: of_all[number] for name, of_all in views.items()}
                 if self.name == "adamw":
-                    state["step"] = torch.tensor(float(steps), device=parameter.device)
+                    # Filled there: copies from the host, one for each parameter, would be waited for.
+                    state["step"] = torch.full((), float(steps), device=parameter.device)
                 self._torch.state[parameter] = state
 
     def tensors(self) -> list[torch.Tensor]:

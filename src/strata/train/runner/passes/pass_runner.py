@@ -6,11 +6,11 @@ Each row is a micro-batch. The gradients of a pass are committed to a model only
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import chain
 from time import perf_counter
 from typing import Final, TypeVar
 
@@ -19,26 +19,21 @@ import torch
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import model_options, ops
-from strata.train.core.loss_graph import CustomLoss
 from strata.train.core.out_of_memory import out_of_memory_message
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora.adapter import Adapter
-from strata.train.runner.lora.hooks import Span
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.pipeline_parallel import RowStep, plan_steps
 from strata.train.runner.model.process_memory import is_out_of_memory
 from strata.train.runner.model.row_limit import RowMemory
 from strata.train.runner.model.trained import LoraModel, TrainedModel
 from strata.train.runner.passes.custom_loss import GroupLoss, GroupMember, check_group, compute_group
-from strata.train.runner.passes.logprobs import PackedRow
-from strata.train.runner.passes.losses import (
-    RULES,
-    LossInputs,
-    check_config,
-    measure_loss,
-    read_custom_inputs,
-    read_inputs,
-    read_metrics,
+from strata.train.runner.passes.losses import RULES, check_config, measure_loss, read_custom_inputs, read_inputs
+from strata.train.runner.passes.packed_row import (
+    PackedDocument,
+    Place,
+    RowContents,
+    group_by_adapter,
+    pack_row,
 )
 from strata.train.runner.passes.partition import (
     ComputedDatum,
@@ -48,10 +43,10 @@ from strata.train.runner.passes.partition import (
     RankPassItem,
     RankReport,
 )
+from strata.train.runner.passes.row_results import RowLosses, RowResults
+from strata.train.runner.passes.transfer import wait_for_copies
 
 T = TypeVar("T")
-Place = tuple[int, int]
-"""An item, and one of its datums or groups."""
 
 
 class SplitDatum(msgspec.Struct, frozen=True, array_like=True):
@@ -82,50 +77,6 @@ class PassTimes:
     forward_s: float = 0.0
     backward_s: float = 0.0
     tokens: int = 0
-
-
-@dataclass(frozen=True)
-class PackedDocument:
-    """A datum in its row, ready to be computed."""
-
-    item: int
-    datum: int
-    loss: model_options.LossName
-    inputs: LossInputs
-    adapter: Adapter | None
-    custom: CustomLoss | None = None
-    group_size: int = 1
-    groups: int = 1
-    """How many its item has."""
-    split: bool = False
-
-    @property
-    def place(self) -> Place:
-        return self.item, self.datum
-
-    @property
-    def group(self) -> Place:
-        return self.item, self.datum // self.group_size
-
-
-@dataclass
-class RowLosses:
-    """Metrics of the datums of a row."""
-
-    measured: dict[Place, Mapping[str, torch.Tensor]] = field(default_factory=dict)
-    """Still on the device."""
-    of_groups: dict[Place, Mapping[str, float]] = field(default_factory=dict)
-    """Metrics of the losses of clients, which are computed group by group."""
-
-
-@dataclass(frozen=True)
-class ForwardedRow:
-    """A row between its forward and its backward pass."""
-
-    documents: Sequence[PackedDocument]
-    logprobs: torch.Tensor
-    total: torch.Tensor
-    losses: RowLosses
 
 
 @dataclass
@@ -187,14 +138,13 @@ class PassRunner:
         return rows, failures
 
     def _read(self, packed: PackedDatum, item: RankPassItem) -> PackedDocument | ItemFailure:
-        """Validate one datum and move it to the device."""
+        """Validate one datum, on the host."""
         try:
             if item.custom is not None:
                 inputs = read_custom_inputs(item.custom, packed.content, self._base.vocabulary)
             else:
                 inputs = read_inputs(item.loss, item.config, packed.content, self._base.vocabulary)
             self._check_length(len(inputs.tokens))
-            on_device = inputs.to(self._ranks.device)
         except StrataError as error:
             return ItemFailure(packed.item, packed.datum, error.code, error.message)
         except (RuntimeError, MemoryError) as error:
@@ -207,7 +157,7 @@ class PassRunner:
             packed.item,
             packed.datum,
             item.loss,
-            on_device,
+            inputs,
             adapter,
             item.custom,
             item.group_size,
@@ -259,7 +209,7 @@ class PassRunner:
         split = [item for item in items if work.items[item].split]
         if split:
             self._compute_split(work, rows, split, outcome)
-        wanted = [_group_by_adapter([document for document in row if document.item in items]) for row in rows]
+        wanted = [group_by_adapter([document for document in row if document.item in items]) for row in rows]
         self._compute_rows(work, wanted, outcome)
         failed = self._on_any_rank(items, {failure.item for failure in outcome.failures})
         tainted = self._commit(models, {work.items[item].model_id for item in failed})
@@ -273,9 +223,9 @@ class PassRunner:
         the losses and their gradients. The second pass then needs no more than those of its own rows."""
         own: list[SplitDatum] = []
         for documents in rows:
-            wanted = _group_by_adapter([document for document in documents if document.item in split])
+            wanted = group_by_adapter([document for document in documents if document.item in split])
             with self._computing(work, _tokens_by_item(wanted)), torch.no_grad():
-                logprobs = self._base.logprobs(_pack(wanted, self._ranks.device))
+                logprobs = self._base.logprobs(self._pack(wanted, losses=False).row)
             if wanted and self._base.mesh.is_first_of_row:
                 own += _split_datums(wanted, logprobs)
         gathered = [datum for data in self._ranks.gather(_encode(own)) for datum in _decode_split(data)]
@@ -331,80 +281,97 @@ class PassRunner:
         """Each row forward and, unless the pass is forward only, backward: row after row, or as the schedule of this
         rank's stage has it."""
         backward = not work.forward_only
-        forwarded: dict[int, ForwardedRow] = {}
+        totals: dict[int, torch.Tensor] = {}
+        results: list[RowResults] = []
         for step in self._steps(len(rows), backward=backward):
             with self._computing(work, _tokens_by_item(rows[step.row])):
                 if not step.is_backward:
-                    forwarded[step.row] = self._forward(rows[step.row], outcome, backward=backward)
+                    totals[step.row] = self._forward(rows[step.row], results, outcome, backward=backward)
                 else:
                     self._base.reduce_gradients(enabled=step.row == len(rows) - 1)
-                    self._backward(forwarded[step.row])
+                    self._backward(totals[step.row])
                 if step.is_backward or not backward:
-                    self._collect(forwarded.pop(step.row), outcome)
+                    del totals[step.row]
+        self._collect(results, outcome, backward=backward)
 
     def _steps(self, rows: int, *, backward: bool) -> list[RowStep]:
         if not backward:
             return [RowStep(row, is_backward=False) for row in range(rows)]
         return plan_steps(self._base.settings.parallel.pipeline, self._base.mesh.stage.number, rows)
 
-    def _forward(self, documents: Sequence[PackedDocument], outcome: PassOutcome, *, backward: bool) -> ForwardedRow:
-        """One micro-batch. An empty row is computed too: the other ranks wait in the collectives of every layer."""
-        row = _pack(documents, self._ranks.device)
+    def _pack(self, documents: Sequence[PackedDocument], *, losses: bool) -> RowContents:
+        return pack_row(documents, self._ranks.device, slices=self._base.mesh.context.size, losses=losses)
+
+    def _forward(
+        self, documents: Sequence[PackedDocument], results: list[RowResults], outcome: PassOutcome, *, backward: bool
+    ) -> torch.Tensor:
+        """One micro-batch, up to its loss. An empty row is computed too: the other ranks wait in the collectives of
+        every layer."""
         started = perf_counter()
+        has_losses = bool(documents) and self._base.mesh.stage.is_last
+        contents = self._pack(documents, losses=has_losses)
         losses = RowLosses()
         with torch.set_grad_enabled(backward):
-            logprobs = self._base.logprobs(row)
-            if documents and self._base.mesh.stage.is_last:
-                sizes = [document.inputs.targets.numel() for document in documents]
-                total = self._losses(documents, torch.split(logprobs, sizes), outcome, losses, backward=backward)
+            logprobs = self._base.logprobs(contents.row)
+            if has_losses:
+                total = self._losses(contents, logprobs, outcome, losses, backward=backward)
+                results.append(RowResults.start(contents, logprobs, losses))
             else:
                 total = logprobs.sum() * 0
         self.times.forward_s += perf_counter() - started
         self.times.tokens += sum(len(document.inputs.tokens) for document in documents)
-        return ForwardedRow(documents, logprobs, total, losses)
+        return total
 
-    def _backward(self, row: ForwardedRow) -> None:
+    def _backward(self, total: torch.Tensor) -> None:
         started = perf_counter()
-        row.total.backward()  # type: ignore[no-untyped-call]
+        total.backward()  # type: ignore[no-untyped-call]
         self.times.backward_s += perf_counter() - started
 
-    def _collect(self, row: ForwardedRow, outcome: PassOutcome) -> None:
-        """Results are read when all work was started: reading one of them waits for the device."""
+    def _collect(self, results: Sequence[RowResults], outcome: PassOutcome, *, backward: bool) -> None:
+        """Results are read when all work of the pass was started: reading one of them waits for the device."""
         started = perf_counter()
-        _collect_results(row.documents, row.logprobs, row.losses, outcome)
+        wait_for_copies(self._ranks.device)
+        for each in chain.from_iterable(row.read() for row in results):
+            if isinstance(each, ItemFailure):
+                outcome.failures.append(each)
+            else:
+                outcome.computed.append(each)
         waited_s = perf_counter() - started
-        if row.total.requires_grad:
+        if backward:
             self.times.backward_s += waited_s
         else:
             self.times.forward_s += waited_s
 
     def _losses(
-        self,
-        documents: Sequence[PackedDocument],
-        logprobs: Sequence[torch.Tensor],
-        outcome: PassOutcome,
-        losses: RowLosses,
-        *,
-        backward: bool,
+        self, contents: RowContents, logprobs: torch.Tensor, outcome: PassOutcome, losses: RowLosses, *, backward: bool
     ) -> torch.Tensor:
+        """The sum of all losses of a row. Each kind of loss is computed at once for all of its documents."""
         totals = []
-        groups: defaultdict[Place, list[tuple[PackedDocument, torch.Tensor]]] = defaultdict(list)
-        for document, flat in zip(documents, logprobs, strict=True):
-            shaped = flat.view(document.inputs.targets.shape)
+        for batch, own in zip(contents.batches, contents.of_batches(logprobs), strict=True):
+            terms = RULES[batch.loss].loss(own, batch.inputs)
+            totals.append(terms.loss.sum())
+            losses.measured.append(measure_loss(terms, batch.inputs, own))
+        if contents.custom:
+            totals += self._custom_losses(contents, logprobs, outcome, losses, backward=backward)
+        return torch.stack(totals).sum() if len(totals) > 1 else totals[0]
+
+    def _custom_losses(
+        self, contents: RowContents, logprobs: torch.Tensor, outcome: PassOutcome, losses: RowLosses, *, backward: bool
+    ) -> list[torch.Tensor]:
+        groups: defaultdict[Place, list[tuple[PackedDocument, GroupMember]]] = defaultdict(list)
+        for document, flat in zip(contents.documents, torch.split(logprobs, contents.sizes), strict=True):
             if document.custom is not None:
-                groups[document.group].append((document, shaped))
-                continue
-            terms = RULES[document.loss].loss(shaped, document.inputs)
-            totals.append(terms.loss)
-            losses.measured[document.place] = measure_loss(terms, document.inputs, shaped)
+                shaped = flat.view(document.inputs.targets.shape)
+                groups[document.group].append((document, GroupMember(shaped, contents.custom[document.place])))
+        totals = []
         for members in groups.values():
             members.sort(key=lambda member: member[0].datum)
             totals += self._group_losses(members, outcome, losses, backward=backward)
-        return torch.stack(totals).sum()
+        return totals
 
     def _group_losses(
         self,
-        members: Sequence[tuple[PackedDocument, torch.Tensor]],
+        members: Sequence[tuple[PackedDocument, GroupMember]],
         outcome: PassOutcome,
         losses: RowLosses,
         *,
@@ -418,17 +385,15 @@ class PassRunner:
         else:
             assert first.custom is not None
             try:
-                loss = compute_group(
-                    first.custom,
-                    [GroupMember(logprobs, document.inputs.custom) for document, logprobs in members],
-                    backward=backward,
-                )
+                loss = compute_group(first.custom, [member for _, member in members], backward=backward)
             except StrataError as error:
                 outcome.failures.append(ItemFailure(first.item, first.datum, error.code, error.message))
-                return [logprobs.sum() * 0 for _, logprobs in members]
-            computed = list(_gradients_of(first.item, first.datum, loss, [logprobs.numel() for _, logprobs in members]))
+                return [member.logprobs.sum() * 0 for _, member in members]
+            sizes = [member.logprobs.numel() for _, member in members]
+            computed = list(_gradients_of(first.item, first.datum, loss, sizes))
         totals = []
-        for (document, logprobs), gradient in zip(members, computed, strict=True):
+        for (document, member), gradient in zip(members, computed, strict=True):
+            logprobs = member.logprobs
             if gradient is None:
                 # Rank 0 has reported why.
                 totals.append(logprobs.sum() * 0)
@@ -437,26 +402,6 @@ class PassRunner:
             weights = torch.zeros_like(logprobs) if gradient.gradient is None else _from_dense(gradient.gradient)
             totals.append((weights.to(logprobs.device) * logprobs).sum())
         return totals
-
-
-def _collect_results(
-    documents: Sequence[PackedDocument], logprobs: torch.Tensor, losses: RowLosses, outcome: PassOutcome
-) -> None:
-    """Read the results of a row, which has one copy of log probabilities and one of metrics however many datums."""
-    metrics = {**losses.of_groups, **dict(zip(losses.measured, read_metrics([*losses.measured.values()]), strict=True))}
-    if not metrics:
-        return
-    sizes = [document.inputs.targets.numel() for document in documents]
-    for document, flat in zip(documents, torch.split(logprobs.detach().to("cpu"), sizes), strict=True):
-        if document.place not in metrics:
-            continue
-        own = metrics[document.place]
-        if math.isfinite(own["loss:sum"]):
-            output = ops.DatumOutput({"logprobs": _to_dense(flat.view(document.inputs.targets.shape))})
-            outcome.computed.append(ComputedDatum(document.item, document.datum, output, own))
-        else:
-            message = f"its loss is {own['loss:sum']}"
-            outcome.failures.append(ItemFailure(document.item, document.datum, Code.INVALID, message))
 
 
 def _gradients_of(item: int, first: int, loss: GroupLoss, tokens: Sequence[int]) -> Iterator[SplitGradient]:
@@ -477,7 +422,9 @@ def _check_groups(row: Sequence[PackedDocument]) -> list[ItemFailure]:
     checked: set[tuple[object, ...]] = set()
     for (item, _), documents in groups.items():
         documents.sort(key=lambda document: document.datum)
-        members = [GroupMember(document.inputs.weights, document.inputs.custom) for document in documents]
+        members = [
+            GroupMember(torch.from_numpy(document.inputs.weights), document.inputs.custom) for document in documents
+        ]
         shapes = (item, *(each.shape for member in members for each in (member.logprobs, *member.inputs.values())))
         if item in failures or shapes in checked:
             continue
@@ -491,7 +438,7 @@ def _check_groups(row: Sequence[PackedDocument]) -> list[ItemFailure]:
 
 
 def _split_datums(documents: Sequence[PackedDocument], logprobs: torch.Tensor) -> Iterator[SplitDatum]:
-    sizes = [document.inputs.targets.numel() for document in documents]
+    sizes = [document.inputs.targets.size for document in documents]
     for document, flat in zip(documents, torch.split(logprobs, sizes), strict=True):
         shaped = flat.view(document.inputs.targets.shape)
         inputs = {name: _to_dense(tensor) for name, tensor in document.inputs.custom.items()}
@@ -542,36 +489,3 @@ def _tokens_by_item(documents: Sequence[PackedDocument]) -> dict[int, int]:
     for document in documents:
         tokens[document.item] = tokens.get(document.item, 0) + len(document.inputs.tokens)
     return tokens
-
-
-def _group_by_adapter(documents: list[PackedDocument]) -> list[PackedDocument]:
-    """Documents of one adapter are adjacent, so that it is applied to them at once."""
-    order: dict[int, int] = {}
-    for document in documents:
-        order.setdefault(id(document.adapter), len(order))
-    return sorted(documents, key=lambda document: order[id(document.adapter)])
-
-
-def _pack(documents: Sequence[PackedDocument], device: torch.device) -> PackedRow:
-    if not documents:
-        zero = torch.zeros(1, dtype=torch.int64, device=device)
-        return PackedRow(tokens=zero, documents=[1], spans=[Span(None, 1)], logit_indices=zero, targets=zero)
-    lengths = [len(document.inputs.tokens) for document in documents]
-    spans: list[Span] = []
-    logit_indices: list[torch.Tensor] = []
-    start = 0
-    for document, length in zip(documents, lengths, strict=True):
-        if spans and spans[-1].adapter is document.adapter:
-            spans[-1] = Span(document.adapter, spans[-1].length + length)
-        else:
-            spans.append(Span(document.adapter, length))
-        per_token = document.inputs.targets.numel() // length
-        logit_indices.append(torch.arange(start, start + length, device=device).repeat_interleave(per_token))
-        start += length
-    return PackedRow(
-        tokens=torch.cat([document.inputs.tokens for document in documents]),
-        documents=lengths,
-        spans=spans,
-        logit_indices=torch.cat(logit_indices),
-        targets=torch.cat([document.inputs.targets.flatten() for document in documents]),
-    )

@@ -23,6 +23,7 @@ from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.train.core.sampling import SampledPart, SampleOperation
 from strata.train.runner.collectives import RankGroup
+from strata.train.runner.determinism import any_kernels
 from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.model.base import DTYPES, BaseModel
 from strata.train.runner.model.trained import local
@@ -98,6 +99,7 @@ class SamplingEngine:
         self._validator.check(sample)
         return self._validator.slot_length(sample)
 
+    @any_kernels()
     def run(self, work: RankSlice, report: ReportParts | None = None) -> RankSliceResult:
         """Run one time slice. The ranks communicate only to gather weights, and never between two steps.
 

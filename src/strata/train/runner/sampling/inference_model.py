@@ -38,7 +38,7 @@ from strata.train.runner.experts import group_experts
 from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.lora.hooks import Adapters, Span
 from strata.train.runner.mesh import blocks_of
-from strata.train.runner.model.attention import describe_mask, terms_of
+from strata.train.runner.model.attention import describe_mask, terms_of, whole_row
 from strata.train.runner.model.attention_kernels import AttentionTerms, States
 from strata.train.runner.model.base import DTYPES, BaseModel
 from strata.train.runner.model.expert_parallel import ExpertParallel
@@ -158,7 +158,9 @@ class InferenceModel:
         """The last hidden state of each of these tokens, which form one row."""
         self._adapters.row = spans
         self._stream.begin_pass()
-        return self._split.hidden(input_ids=tokens[None], position_ids=positions[None], plan=plan)
+        return self._split.hidden(
+            input_ids=tokens[None], attention_mask=whole_row(tokens), position_ids=positions[None], plan=plan
+        )
 
     def logits(self, hidden: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
         self._adapters.head_row = spans

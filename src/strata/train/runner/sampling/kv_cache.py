@@ -24,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from strata.train.runner.model.attention_kernels import (
     AttentionTerms,
+    Documents,
     Reach,
     States,
     attend_continuation,
@@ -250,16 +251,16 @@ class PrefillPlan:
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self._prompts = prompts
-        self._lengths = [prompt.length for prompt in prompts]
+        self._documents = Documents([prompt.length for prompt in prompts])
 
     def attend(self, module: nn.Module, states: States, terms: AttentionTerms) -> torch.Tensor:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
-        computed = [torch.split(part[0].transpose(0, 1), self._lengths) for part in states[1:]]
+        computed = [torch.split(part[0].transpose(0, 1), self._documents.lengths) for part in states[1:]]
         for prompt, keys, values in zip(self._prompts, *computed, strict=True):
             prompt.write(layer, keys, values)
         if not any(prompt.prefix for prompt in self._prompts):
-            return attend_documents(states, self._lengths, terms)
-        split = zip(*(torch.split(part, self._lengths, 2) for part in states), strict=True)
+            return attend_documents(states, self._documents, terms)
+        split = zip(*(torch.split(part, self._documents.lengths, 2) for part in states), strict=True)
         attended = [
             self._attend_one(layer, prompt, (query, key, value), terms)
             for prompt, (query, key, value) in zip(self._prompts, split, strict=True)
@@ -269,7 +270,7 @@ class PrefillPlan:
     @staticmethod
     def _attend_one(layer: int, prompt: Prompt, states: States, terms: AttentionTerms) -> torch.Tensor:
         if not prompt.prefix:
-            return attend_documents(states, [prompt.length], terms)
+            return attend_documents(states, Documents([prompt.length]), terms)
         pool, slot = prompt.slots[0]
         until = prompt.reused + prompt.length
         keys, values = (part[slot, :until].transpose(0, 1)[None] for part in pool.layers[layer])

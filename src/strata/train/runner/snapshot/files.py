@@ -88,6 +88,8 @@ class SnapshotCopy(msgspec.Struct, frozen=True):
     runs: Mapping[str, Sequence[tuple[int, int]]] = {}
     """Where the numbers of each share of an adapter in `own` begin and end in the whole adapter, one run of them after
     the other."""
+    wait: Callable[[], object] = lambda: None
+    """Waits until the tensors have their values: a device may still be copying them."""
 
 
 class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -164,6 +166,7 @@ class SnapshotWriter:
 
     def _write_file(self, temporary: Path, copy: SnapshotCopy) -> dict[str, CheckpointFile]:
         failpoint("train.snapshot.before_file")
+        copy.wait()
         own = temporary / rank_file(self._rank)
         offsets = {name: ShardOffsets(list(offsets)) for name, offsets in copy.offsets.items()}
         # A file has shards or shares: with two entries in the header, the same tensors would give different bytes. With

@@ -23,6 +23,7 @@ from strata.base.errors import Code, StrataError
 from strata.train.core import model_options
 from strata.train.runner.checkpoint.shards import SHARDING, ShardOffsets
 from strata.train.runner.lora.adapter import Adapter, AdapterBlock, Run
+from strata.train.runner.model.offload import CudaMemory
 from strata.train.runner.model.trained import (
     WEIGHTS,
     FullModel,
@@ -82,8 +83,47 @@ class SamplerTensors:
                 yield _shard(f"{WEIGHTS}.{name}", local(shard), shard)
 
 
+class HostCopies:
+    """Copies of tensors in the memory of the host, as the tensors are when they are copied.
+
+    Those of CUDA devices go to pinned memory, on a stream of their own: they begin when all work that was started
+    before is done, and the host waits for none of them. Until they are done, what is copied must not be changed in
+    place (`hold_writes`); it may be freed. Not through a copy on the device: there may be no room for a second one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._memory = CudaMemory(device)
+        self.has_gradients = False
+        """Whether accumulated gradients are among them."""
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach()
+        if self._stream is None or not tensor.is_cuda:
+            return tensor.to("cpu", copy=True).contiguous()
+        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(self._stream):
+            copied = self._memory.pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+            copied.copy_(tensor, non_blocking=True)
+        # Its memory is not given to another tensor before it is copied.
+        tensor.record_stream(self._stream)
+        return copied
+
+    def hold_writes(self) -> None:
+        """Let work of the device that is started from now on wait for the copies."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def wait(self) -> None:
+        """Wait until all are there. Any thread may call it."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
 def copy_state(
-    manifest: SnapshotManifest, models: Iterable[TrainedModel], samplers: Sequence[SamplerTensors]
+    manifest: SnapshotManifest, models: Iterable[TrainedModel], samplers: Sequence[SamplerTensors], copies: HostCopies
 ) -> SnapshotCopy:
     """Copy everything to memory. Training waits for this and for nothing else of a snapshot.
 
@@ -96,7 +136,8 @@ def copy_state(
     def add_own(prefix: str, tensors: Iterator[OwnTensor]) -> None:
         for each in tensors:
             name = f"{prefix}.{each.name}"
-            own[name] = _copy(each.tensor)
+            own[name] = copies.copy(each.tensor)
+            copies.has_gradients |= each.name.startswith(GRADIENT)
             if each.runs is None:
                 offsets[name] = each.offsets
             else:
@@ -106,7 +147,7 @@ def copy_state(
         add_own(f"models.{number}", _own_tensors(model))
     for number, sampler in enumerate(samplers):
         add_own(f"samplers.{number}", sampler.own())
-    return SnapshotCopy(manifest, own, offsets, runs)
+    return SnapshotCopy(manifest, own, offsets, runs, copies.wait)
 
 
 def model_entries(models: Sequence[TrainedModel]) -> list[SnapshotModel]:
@@ -151,10 +192,6 @@ def _full_tensors(model: FullModel) -> Iterator[OwnTensor]:
 
 def _shard(name: str, tensor: torch.Tensor, parameter: DTensor) -> OwnTensor:
     return OwnTensor(name, tensor, [part.start for part in own_region(parameter)])
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 class _RankFile:
