@@ -28,17 +28,17 @@ BITSANDBYTES := 0.50.2
 APART := torch==$(TORCH) peft==$(PEFT) accelerate==$(ACCELERATE) bitsandbytes==$(BITSANDBYTES)
 
 # The campaigns of `make weekly`: kills of real processes, and seeds of the simulations.
-WEEKLY_KILLS := train-kill.40 train-kill-mesh.40 coordinator-kill.40 fleet-hub-kill.40 fleet-agent-kill.20 mixed-kill.12
+WEEKLY_KILLS := train-kill.40 train-kill-mesh.40 train-noise.40 coordinator-kill.40 fleet-hub-kill.40 fleet-agent-kill.20 mixed-kill.12
 WEEKLY_SEEDS := lineage.2000 fleet-schedule.10000 train-sim.1000
 
 PYTEST := $(BIN)/python -m pytest
 TIERS := $(BIN)/python -m tests.tiers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check lint rules test ledger tsan weekly weekly-tests weekly-regressions $(WEEKLY_KILLS) $(WEEKLY_SEEDS) weekly-arm64 newest lowest gpu release bench soak docs services constraints proto contract diagrams pictures families reference format clean installed
+.PHONY: help setup check lint rules test ledger tsan weekly weekly-tests weekly-regressions $(WEEKLY_KILLS) $(WEEKLY_SEEDS) weekly-arm64 newest lowest gpu cuda-lane release bench soak docs services constraints proto contract diagrams pictures families reference format clean installed
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv with the pinned packages; does nothing when nothing changed
 
@@ -102,6 +102,9 @@ lowest: installed ## tests with the lowest versions that pyproject.toml allows
 
 gpu: installed ## tests, kill campaign and benches on 1, 2 and 8 CUDA devices; status 77 of the script without one
 	$(BIN)/python scripts/gpu.py $(ARGS)
+
+cuda-lane: installed ## count what passes make a CUDA device do, without one, beside tests/cuda_lane/counts.json; ARGS=--record writes it again
+	$(BIN)/python -m tests.cuda_lane.record $(ARGS)
 
 release: installed ## the release checklist: builds, clean installs on each Python, bill of materials; ARGS="--only build" for a part
 	$(BIN)/python scripts/release.py $(ARGS)

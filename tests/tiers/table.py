@@ -49,6 +49,7 @@ FOLDERS: Final = {
     "tests/wire": Tier.UNIT,
     "tests/e2e": Tier.MERGE,
     "tests/engines": Tier.WEEKLY,
+    "tests/cuda_lane": Tier.WEEKLY,
 }
 """All other folders are in `pr`."""
 
