@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load, save, save_file
 
 from strata.base import log
-from strata.train.runner.model.process_memory import trim_heap
+from strata.train.runner.model.process_memory import pinned_bytes, trim_heap
 from strata.train.runner.model.trained import TrainedModel
 
 CHUNK_BYTES: Final = 256 << 20
@@ -62,12 +62,7 @@ class CudaMemory:
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def pinned(self, size: int) -> torch.Tensor:
-        try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:
-            # The host limits what may be pinned. Copies are slower then, and give the same.
-            _log.warning("memory_not_pinned", size=size, reason=str(error).partition("\n")[0])
-            return torch.empty(size, dtype=torch.uint8)
+        return pinned_bytes(size)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)

@@ -1,5 +1,5 @@
 """Reads memory of this process: free bytes of CUDA, machine and control group, the peak, and kills by the kernel for
-lack of memory.
+lack of memory; pins memory, and gives it back.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from pathlib import Path
 import msgspec
 import torch
 
+from strata.base import log
 from strata.train.runner.collectives import RankGroup
+
+_log = log.get(__name__)
 
 
 class KernelKills(msgspec.Struct, frozen=True, array_like=True):
@@ -67,6 +70,16 @@ def release_memory() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     trim_heap()
+
+
+def pinned_bytes(size: int) -> torch.Tensor:
+    """Returns memory of the host from which and to which a CUDA device copies by itself."""
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        # The host limits what may be pinned. Copies are slower then, and give the same.
+        _log.warning("memory_not_pinned", size=size, reason=str(error).partition("\n")[0])
+        return torch.empty(size, dtype=torch.uint8)
 
 
 def trim_heap() -> None:

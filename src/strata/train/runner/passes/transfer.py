@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
+from strata.train.runner.model.process_memory import pinned_bytes
+
 _ALIGNMENT: Final = 16
 """Arrays of any dtype may begin at its multiples."""
 _TORCH: Final = {
@@ -53,7 +55,10 @@ def start_copy(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach()
     if plain.device.type == "cpu":
         return plain
-    host = torch.empty(plain.shape, dtype=plain.dtype, pin_memory=_pins(plain.device))
+    if _pins(plain.device):
+        host = pinned_bytes(plain.nbytes).view(plain.dtype).view(plain.shape)
+    else:
+        host = torch.empty(plain.shape, dtype=plain.dtype)
     return host.copy_(plain, non_blocking=True)
 
 
@@ -66,7 +71,7 @@ def wait_for_copies(device: torch.device) -> None:
 def _host_bytes(size: int, device: torch.device) -> torch.Tensor:
     """Memory of the host, from which a copy to the device need not be waited for."""
     if _pins(device):
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return pinned_bytes(size)
     return torch.from_numpy(np.empty(size, np.uint8))
 
 
