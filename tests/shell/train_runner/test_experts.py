@@ -19,6 +19,7 @@ from strata.train.core.model_options import LoraConfig
 from strata.train.runner.experts import group_experts
 from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.lora.hooks import Adapters, Span
+from strata.train.runner.lora.span_products import GroupedProducts, LoopedProducts, SpanProducts
 from strata.train.runner.lora.targets import is_experts, targets_of
 from strata.train.runner.model.expert_parallel import DispatchSizes, ExpertParallel, RoutedPairs
 from tests.shell.train_runner import tiny_families
@@ -66,7 +67,12 @@ def with_gradients(
     output = forward(hidden, chosen, weights)
     loss = (output * torch.randn(output.shape, generator=torch.Generator().manual_seed(4))).sum()
     names = ["hidden", "weights", *parameters]
-    found = torch.autograd.grad(loss, [hidden, weights, *parameters.values()], materialize_grads=True)
+    leaves = [hidden, weights, *parameters.values()]
+    for leaf in leaves:
+        leaf.grad = torch.zeros_like(leaf)
+    # Grouped products add the gradients of adapters themselves.
+    loss.backward()  # type: ignore[no-untyped-call]
+    found = [leaf.grad for leaf in leaves if leaf.grad is not None]
     return {"output": output.detach(), **dict(zip(names, found, strict=True))}
 
 
@@ -86,20 +92,28 @@ def test_output_and_all_gradients_are_those_of_the_unmodified_module(family: str
     assert_close(with_gradients(experts, inputs, parameters), theirs)
 
 
+@pytest.mark.parametrize("products", [LoopedProducts(), GroupedProducts()], ids=["looped", "grouped"])
 @pytest.mark.parametrize("rank", [3, 8])
-@pytest.mark.parametrize("spans", [(TOKENS,), (11, 7, 0, TOKENS - 18)], ids=["one", "several"])
+@pytest.mark.parametrize("spans", [(TOKENS,), (11, 7, 0, 1, TOKENS - 20, 1)], ids=["one", "several"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_add_what_their_definition_says(family: str, spans: Sequence[int], rank: int) -> None:
-    """The second of several spans has no adapter."""
+def test_adapters_add_what_their_definition_says(
+    family: str, spans: Sequence[int], rank: int, products: SpanProducts
+) -> None:
+    """The second of several spans has no adapter, the last one that of the first. Another one has a larger rank and
+    another scale. There are experts without a token of an adapter."""
     holder = Holder(experts_of(family))
-    config = LoraConfig(rank=rank, alpha=2.0 * rank, train_attn=False, train_unembed=False)
-    adapted = [Adapter(config, targets_of(holder, config), torch.device("cpu")) for _ in spans]
+    configs = [
+        LoraConfig(rank=rank + 2 * (number == 3), alpha=2.0 * rank, train_attn=False, train_unembed=False)
+        for number in range(len(spans))
+    ]
+    adapted = [Adapter(config, targets_of(holder, config), torch.device("cpu")) for config in configs]
     for number, adapter in enumerate(adapted):
         adapter.flat.copy_(torch.randn(adapter.size, generator=torch.Generator().manual_seed(number)) * 0.1)
     chosen = [adapter if number != 1 else None for number, adapter in enumerate(adapted)]
+    chosen[-1] = chosen[0]
     leaves = {
         f"{number}.{name}.{part}": matrix
-        for number, adapter in enumerate(chosen)
+        for number, adapter in enumerate(dict.fromkeys(chosen))
         if adapter is not None
         for name, pair in adapter.pairs.items()
         for part, matrix in zip("AB", pair, strict=True)
@@ -111,9 +125,9 @@ def test_adapters_add_what_their_definition_says(family: str, spans: Sequence[in
         parts = zip(chosen, *(torch.split(part, list(spans)) for part in (hidden, routed, weights)), strict=True)
         for adapter, *own in parts:
             merged = dict(experts.named_parameters())
-            for name, (a, b) in (adapter.pairs if adapter is not None else {}).items():
+            for name, (a, b) in adapter.pairs.items() if adapter is not None else ():
                 last = name.rpartition(".")[2]
-                added = (b @ a) * 2.0
+                added = (b @ a) * adapter.scale
                 merged[last] = merged[last] + (added.mT if experts.is_transposed else added)
             outputs.append(functional_call(experts, merged, tuple(own)))
         return torch.cat(outputs)
@@ -121,6 +135,7 @@ def test_adapters_add_what_their_definition_says(family: str, spans: Sequence[in
     inputs = routed(experts)
     theirs = with_gradients(by_definition, inputs, leaves)
     adapters = Adapters()
+    adapters.products = products
     adapters.add_hooks(holder)
     adapters.row = [Span(adapter, length) for adapter, length in zip(chosen, spans, strict=True)]
     group_experts(holder, adapters)

@@ -12,7 +12,14 @@ import torch
 from strata.train.core.model_options import LoraConfig
 from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.lora.hooks import Adapters, Span
-from strata.train.runner.lora.span_products import GroupedProducts, LoopedProducts, SpanProducts, choose_products
+from strata.train.runner.lora.span_products import (
+    AdaptedSpans,
+    BatchedProducts,
+    GroupedProducts,
+    LoopedProducts,
+    SpanProducts,
+    choose_products,
+)
 from strata.train.runner.lora.targets import LoraTarget
 from tests.support.device_counters import CPU_DEVICE, DeviceCounters
 
@@ -21,7 +28,9 @@ TARGET = LoraTarget("layer", OUTPUTS, INPUTS)
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 """Beside the largest number."""
 
-both_ways = pytest.mark.parametrize("products", [LoopedProducts(), GroupedProducts()], ids=["looped", "grouped"])
+both_ways = pytest.mark.parametrize(
+    "products", [LoopedProducts(), GroupedProducts(), BatchedProducts()], ids=["looped", "grouped", "batched"]
+)
 
 
 def drawn(rank: int, seed: int, alpha: float = 8.0, target: LoraTarget = TARGET) -> Adapter:
@@ -188,7 +197,17 @@ def test_groups_travel_to_the_device_in_one_copy() -> None:
     assert counters.counts.to_device.total() == 1
 
 
-def test_grouped_products_wait_for_a_kernel_and_for_widths_that_it_takes() -> None:
-    grouped = GroupedProducts()
-    assert choose_products(torch.zeros(4, 32), 32, 8, grouped) is not grouped
-    assert choose_products(torch.zeros(4, 32, dtype=torch.bfloat16), 33, 8, grouped) is not grouped
+def chosen(length: int, dtype: torch.dtype = torch.float32, *, rank: int = 8, uneven: bool = False) -> type:
+    pair = torch.zeros(rank, INPUTS), torch.zeros(OUTPUTS, rank)
+    spans = AdaptedSpans([length, length - uneven], [1.0, 1.0], [pair, pair])
+    tokens = sum(spans.lengths)
+    rows = torch.zeros(tokens, INPUTS, dtype=dtype), torch.zeros(tokens, OUTPUTS, dtype=dtype)
+    return type(choose_products(*rows, spans, GroupedProducts(), BatchedProducts()))
+
+
+def test_spans_on_a_processor_are_a_batch_while_it_moves_less_than_a_loop_costs() -> None:
+    assert chosen(4096) is BatchedProducts
+    assert chosen(32, uneven=True) is BatchedProducts
+    assert chosen(4096, uneven=True) is LoopedProducts
+    assert chosen(32, rank=512) is LoopedProducts
+    assert chosen(32, torch.bfloat16) is LoopedProducts

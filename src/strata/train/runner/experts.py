@@ -11,12 +11,14 @@ or on the ranks that hold the experts (`ExpertDispatch`). The token's rank multi
 the pair, and adds it up.
 
 An adapter acts on the tokens of its span and on the matrices of their experts: two more grouped multiplications of the
-same pairs, on the rank that holds the expert. Modules of another form keep their own computation (`is_experts`).
+same pairs, on the rank that holds the expert. Where torch has a kernel, the pairs of all adapters are multiplied at
+once, as groups of an expert and an adapter; elsewhere adapter by adapter. Modules of another form keep their own
+computation (`is_experts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -25,22 +27,11 @@ from torch import nn
 from torch.nn.functional import embedding, grouped_mm, pad
 
 from strata.train.runner.lora.adapter import Adapter
-from strata.train.runner.lora.hooks import Adapters, Span
+from strata.train.runner.lora.hooks import AdaptedPairs, Adapters, NumberedTokens, Span
 from strata.train.runner.lora.targets import is_experts
 
 ALIGNMENT: Final = 16
 """Rows of a matrix have to be a multiple of so many bytes for the kernel; those of an adapter's odd rank are not."""
-
-
-@dataclass(frozen=True)
-class AdaptedPairs:
-    """The pairs of one adapter, among pairs that are sorted by expert."""
-
-    adapter: Adapter
-    places: torch.Tensor | None
-    """The numbers of the experts; None if they are all."""
-    ends: torch.Tensor
-    """The place after the last pair of each expert."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +42,8 @@ class ExpertPairs:
     """The number of the expert of each, among those that the rank holds."""
     ends: torch.Tensor
     """The place after the last pair of each of these experts."""
-    adapted: Sequence[AdaptedPairs]
+    adapted: AdaptedPairs | None
+    """By adapter; None if no adapter has the experts."""
 
 
 ExpertFunction = Callable[[torch.Tensor, ExpertPairs], torch.Tensor]
@@ -68,11 +60,9 @@ class ExpertDispatch(Protocol):
 
 
 class PlanDispatch(Protocol):
-    def __call__(
-        self, groups: torch.Tensor, experts: int, adapters: Sequence[Adapter]
-    ) -> tuple[Routing, ExpertDispatch]:
-        """Returns the routing of pairs by group, and where to send them. The groups of an expert are its pairs without
-        an adapter, then those of each of `adapters`; `groups` are (tokens, experts per token)."""
+    def __call__(self, routed: torch.Tensor, experts: int, tokens: NumberedTokens) -> tuple[Routing, ExpertDispatch]:
+        """Returns the routing of pairs by expert and adapter, and where to send them. `routed` are (tokens, experts per
+        token). The first of the adapters is none."""
         ...
 
 
@@ -108,7 +98,6 @@ class Routing:
     """The pairs of a token and one of its experts, sorted by group: by expert, or by expert and adapter. Within a group
     the order of the tokens is kept."""
 
-    groups: int
     per_token: int
     """Experts of a token."""
     group: torch.Tensor
@@ -124,17 +113,12 @@ class Routing:
     def tokens(self) -> torch.Tensor:
         return self.order // self.per_token
 
-    def of_tokens(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns where the pairs of adjacent tokens are, and after which of them each expert ends."""
-        places = self.place[start * self.per_token : end * self.per_token].sort().values
-        return places, _ends(self.group[places], self.groups)
-
 
 def route_pairs(routed: torch.Tensor, groups: int) -> Routing:
     """Pairs of so many groups: experts, or an adapter of an expert."""
     group, order = torch.sort(routed.reshape(-1), stable=True)
     place = invert(order)
-    return Routing(groups, routed.shape[1], group, order, place, _ends(group, groups))
+    return Routing(routed.shape[1], group, order, place, _ends(group, groups))
 
 
 def invert(order: torch.Tensor) -> torch.Tensor:
@@ -190,7 +174,10 @@ def _grouped_forward(
         output = multiply_groups(inputs, matrices if experts.is_transposed else matrices.mT, pairs.ends)
         if experts.has_bias:
             output = output + embedding(pairs.expert, getattr(experts, f"{weight}_bias"))
-        return _add_adapters(f"{name}.{weight}", inputs, output, pairs.adapted)
+        if pairs.adapted is None:
+            return output
+        added = adapters.add_to_pairs(f"{name}.{weight}", inputs, output, pairs.adapted)
+        return _add_each(f"{name}.{weight}", inputs, output, pairs.adapted) if added is None else added
 
     def compute(hidden: torch.Tensor, pairs: ExpertPairs) -> torch.Tensor:
         inner = experts._apply_gate(multiply("gate_up_proj", hidden, pairs))
@@ -198,12 +185,18 @@ def _grouped_forward(
         return experts.post_expert_norm(output) if experts.has_post_expert_norm else output
 
     def route(routed: torch.Tensor, spans: Sequence[Span]) -> tuple[Routing, ExpertDispatch]:
-        if plan is None:
+        spans = [Span(_adapter_of(span, name), span.length) for span in spans if span.length]
+        if plan is not None:
+            return plan(routed, count, adapters.number_tokens(spans, [None, *adapters.in_pass], routed.device))
+        kinds = list(dict.fromkeys(span.adapter for span in spans)) or [None]
+        if len(kinds) == 1:
             routing = route_pairs(routed, count)
-            adapted = list(_adapted_pairs(routing, spans, name))
+            adapted = pairs_of_one(kinds[0], routing.ends)
             return routing, _OwnExperts(ExpertPairs(routing.group, routing.ends, adapted))
-        kinds = len(adapters.in_pass) + 1
-        return plan(routed * kinds + _adapter_numbers(spans, adapters.in_pass, routed), count, adapters.in_pass)
+        tokens = adapters.number_tokens(spans, kinds, routed.device)
+        routing = route_pairs(routed * len(kinds) + tokens.numbers, count * len(kinds))
+        pairs = pairs_of_groups(routing.group, routing.ends, tokens, _sizes_of(spans, kinds, routed.shape[1]))
+        return routing, _OwnExperts(pairs)
 
     def forward(hidden: torch.Tensor, routed: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`hidden` is (tokens, dimensions); `routed` and `weights` are (tokens, experts per token)."""
@@ -222,34 +215,34 @@ def _grouped_forward(
     return forward
 
 
-def _adapter_numbers(spans: Sequence[Span], adapters: Sequence[Adapter], routed: torch.Tensor) -> torch.Tensor:
-    """Returns for each token the number of its adapter, from 1; 0 if it has none. Its shape is (tokens, 1). (tokens,
-    1)."""
-    numbers = routed.new_zeros(len(routed), 1)
-    start = 0
-    for span in spans:
-        if span.length and span.adapter is not None:
-            numbers[start : start + span.length] = 1 + adapters.index(span.adapter)
-        start += span.length
-    return numbers
+def _adapter_of(span: Span, name: str) -> Adapter | None:
+    """The adapter of a span, if it has the experts `name`."""
+    return span.adapter if span.adapter is not None and f"{name}.down_proj" in span.adapter.pairs else None
 
 
-def _adapted_pairs(routing: Routing, spans: Sequence[Span], name: str) -> Iterator[AdaptedPairs]:
-    """Yields the pairs of the spans whose adapters have the experts `name`."""
-    start = 0
-    for span in spans:
-        end = start + span.length
-        if span.length and span.adapter is not None and f"{name}.down_proj" in span.adapter.pairs:
-            places, ends = (None, routing.ends) if len(spans) == 1 else routing.of_tokens(start, end)
-            yield AdaptedPairs(span.adapter, places, ends)
-        start = end
+def _sizes_of(spans: Sequence[Span], adapters: Sequence[Adapter | None], per_token: int) -> list[int]:
+    """The pairs of each of these adapters."""
+    return [sum(span.length for span in spans if span.adapter is each) * per_token for each in adapters]
 
 
-def _add_adapters(
-    target: str, inputs: torch.Tensor, output: torch.Tensor, adapted: Sequence[AdaptedPairs]
-) -> torch.Tensor:
-    """Adds to each pair what its adapter adds to the weight `target` of its expert."""
-    for pairs in adapted:
+def pairs_of_one(adapter: Adapter | None, ends: torch.Tensor) -> AdaptedPairs | None:
+    """Pairs that all have this adapter, or none. `ends` are those of the experts."""
+    return None if adapter is None else AdaptedPairs([adapter], ends, adapter.scale)
+
+
+def pairs_of_groups(
+    group: torch.Tensor, ends: torch.Tensor, tokens: NumberedTokens, sizes: Sequence[int]
+) -> ExpertPairs:
+    """Pairs that are sorted by group: by expert and, of an expert, by adapter. `sizes` are the pairs of each
+    adapter."""
+    kinds = len(tokens.adapters)
+    adapted = AdaptedPairs(tokens.adapters, ends, tokens.scales, group % kinds, sizes)
+    return ExpertPairs(group // kinds, ends[kinds - 1 :: kinds].contiguous(), adapted)
+
+
+def _add_each(target: str, inputs: torch.Tensor, output: torch.Tensor, adapted: AdaptedPairs) -> torch.Tensor:
+    """Adds to each pair what its adapter adds to the weight `target` of its expert, adapter by adapter."""
+    for pairs in adapted.parts:
         if target not in pairs.adapter.pairs:
             continue
         a, b = (matrix.to(inputs.dtype) for matrix in pairs.adapter.pairs[target])

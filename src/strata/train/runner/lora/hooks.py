@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from strata.train.peft.layers import kind_of
 from strata.train.runner.lora.adapter import Adapter
-from strata.train.runner.lora.span_products import AdaptedSpans, GroupedProducts, SpanProducts, choose_products
+from strata.train.runner.lora.span_products import (
+    MOST_GROUPS,
+    AdaptedExperts,
+    AdaptedSpans,
+    BatchedProducts,
+    GroupedProducts,
+    Key,
+    SpanProducts,
+    choose_products,
+    keep,
+)
 from strata.train.runner.lora.targets import linear_shape
+from strata.train.runner.passes.transfer import HostBuffer
 
 
 @dataclass(frozen=True)
@@ -21,6 +35,78 @@ class Span:
 
     adapter: Adapter | None
     length: int
+
+
+@dataclass(frozen=True)
+class NumberedTokens:
+    """Which of some adapters each token of a row has."""
+
+    adapters: Sequence[Adapter | None]
+    """Each once; None for tokens without one."""
+    numbers: torch.Tensor
+    """The place in this sequence of the adapter of each token: (tokens, 1)."""
+    scales: float | torch.Tensor
+    """The scale of each adapter, (adapters, 1), or of all."""
+
+
+@dataclass(frozen=True)
+class AdaptedPairs:
+    """Pairs of a token and one of its experts, sorted by expert, those of an expert by adapter."""
+
+    adapters: Sequence[Adapter | None]
+    ends: torch.Tensor
+    """The place after the last pair of each adapter of each expert."""
+    scales: float | torch.Tensor
+    """The scale of each adapter, (adapters, 1), or of all."""
+    numbers: torch.Tensor | None = None
+    """The place of each pair's adapter in `adapters`; None if there is one adapter."""
+    sizes: Sequence[int] = ()
+    """How many pairs each of several adapters has."""
+
+    @cached_property
+    def scales_of_pairs(self) -> float | torch.Tensor:
+        if self.numbers is None or not isinstance(self.scales, torch.Tensor):
+            return self.scales
+        return self.scales[self.numbers]
+
+    @cached_property
+    def parts(self) -> Sequence[PairsOfAdapter]:
+        """The pairs of each adapter."""
+        if self.numbers is None:
+            return [PairsOfAdapter(each, None, self.ends) for each in self.adapters if each is not None]
+        order = torch.argsort(self.numbers, stable=True)
+        counts = self.ends.diff(prepend=self.ends.new_zeros(1)).view(-1, len(self.adapters))
+        ends = counts.cumsum(dim=0, dtype=torch.int32).t().contiguous()
+        starts = accumulate(self.sizes, initial=0)
+        return [
+            PairsOfAdapter(adapter, order[start : start + size], own)
+            for adapter, size, start, own in zip(self.adapters, self.sizes, starts, ends, strict=False)
+            if adapter is not None and size
+        ]
+
+    def in_groups(self, most: int) -> Iterator[tuple[Sequence[Adapter | None], torch.Tensor]]:
+        """Yields adapters, and where the pairs of each end, in no more than so many groups at once. Pairs of the
+        adapters before and behind them have none."""
+        kinds = len(self.adapters)
+        experts = len(self.ends) // kinds
+        if len(self.ends) <= most:
+            yield self.adapters, self.ends
+            return
+        ends, step = self.ends.view(experts, kinds), most // experts - 2
+        for first in range(0, kinds, step):
+            last = min(first + step, kinds)
+            before, behind = [None] * (first > 0), [None] * (last < kinds)
+            columns = [ends[:, first - 1 : first]] * len(before), [ends[:, first:last]], [ends[:, -1:]] * len(behind)
+            yield [*before, *self.adapters[first:last], *behind], torch.cat([*chain(*columns)], dim=1).view(-1)
+
+
+@dataclass(frozen=True)
+class PairsOfAdapter:
+    adapter: Adapter
+    places: torch.Tensor | None
+    """Which of all pairs these are; None if they are all."""
+    ends: torch.Tensor
+    """The place after the last one of each expert."""
 
 
 class Adapters:
@@ -36,7 +122,8 @@ class Adapters:
         other need to know them."""
         self.products: SpanProducts | None = None
         """How spans are multiplied; None: as fits the device."""
-        self._grouped = GroupedProducts()
+        self._grouped, self._batched = GroupedProducts(), BatchedProducts()
+        self._numbers: dict[Key, list[torch.Tensor]] = {}
 
     def add_hooks(self, model: nn.Module, wrap: Callable[[Any], Any] = lambda hook: hook) -> None:
         """`wrap` is applied to each hook."""
@@ -64,15 +151,54 @@ class Adapters:
         `output` is modified in place, so it must be fresh from its layer.
         """
         pairs = [None if span.adapter is None else span.adapter.pairs.get(name) for span in spans]
-        matrices = [matrix for pair in pairs if pair is not None for matrix in pair]
+        # That of tokens without an adapter counts nothing: one scale for all saves an operation.
+        some = next((span.adapter.scale for span in spans if span.adapter is not None), 1.0)
+        scales = [some if span.adapter is None else span.adapter.scale for span in spans]
+        return self._add(inputs, output, AdaptedSpans([span.length for span in spans], scales, pairs))
+
+    def add_to_pairs(
+        self, name: str, inputs: torch.Tensor, output: torch.Tensor, pairs: AdaptedPairs
+    ) -> torch.Tensor | None:
+        """Add to all pairs at once what their adapters contribute to the experts `name`, in place. Returns None where
+        each adapter has to be added for itself."""
+        for adapters, ends in pairs.in_groups(MOST_GROUPS):
+            matrices = [None if adapter is None else adapter.pairs.get(name) for adapter in adapters]
+            adapted = AdaptedExperts(ends, pairs.scales_of_pairs, matrices)
+            products = self.products or choose_products(inputs, output, adapted, self._grouped, self._batched)
+            if not isinstance(products, GroupedProducts):
+                return None
+            output = self._add(inputs, output, adapted)
+        return output
+
+    def number_tokens(
+        self, spans: Sequence[Span], adapters: Sequence[Adapter | None], device: torch.device
+    ) -> NumberedTokens:
+        """Returns which of these adapters each token has. The layers of a row share one copy to the device."""
+        places = {adapter: place for place, adapter in enumerate(adapters)}
+        numbers = [places[span.adapter] for span in spans]
+        some = next((adapter.scale for adapter in adapters if adapter is not None), 1.0)
+        scales = [some if adapter is None else adapter.scale for adapter in adapters]
+        key = device, *numbers, *(span.length for span in spans), *scales
+        moved = keep(self._numbers, key, lambda: _move_numbers(spans, numbers, scales, device))
+        return NumberedTokens(adapters, moved[0], moved[1] if len(set(scales)) > 1 else some)
+
+    def _add(self, inputs: torch.Tensor, output: torch.Tensor, spans: AdaptedSpans | AdaptedExperts) -> torch.Tensor:
+        matrices = [matrix for pair in spans.pairs if pair is not None for matrix in pair]
         if not matrices:
             return output
-        scales = [1.0 if span.adapter is None else span.adapter.scale for span in spans]
-        adapted = AdaptedSpans([span.length for span in spans], scales, pairs)
-        products = self.products or choose_products(inputs, output.shape[-1], len(spans), self._grouped)
+        products = self.products or choose_products(inputs, output, spans, self._grouped, self._batched)
         trained = next((matrix for matrix in matrices if matrix.requires_grad), None)
-        added: torch.Tensor = _AddSpans.apply(output, inputs, trained, products, adapted)  # type: ignore[no-untyped-call]
+        added: torch.Tensor = _AddSpans.apply(output, inputs, trained, products, spans)  # type: ignore[no-untyped-call]
         return added
+
+
+def _move_numbers(
+    spans: Sequence[Span], numbers: Sequence[int], scales: Sequence[float], device: torch.device
+) -> list[torch.Tensor]:
+    buffer = HostBuffer()
+    buffer.add([np.repeat(np.array(numbers), [span.length for span in spans])], "int64", (-1, 1))
+    buffer.add([np.array(scales)], "float32", (-1, 1))
+    return buffer.move(device)
 
 
 class _AddSpans(torch.autograd.Function):

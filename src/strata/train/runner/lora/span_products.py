@@ -13,18 +13,21 @@ value that is not finite stays with its owner.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.functional import grouped_mm
 
 from strata.train.runner.passes.transfer import HostBuffer
 
+T = TypeVar("T")
+Key = tuple[object, ...]
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A and B of an adapter for one layer."""
 ALIGNED_BYTES: Final = 16
@@ -32,6 +35,10 @@ ALIGNED_BYTES: Final = 16
 KERNELS: Final = (9, 10)
 """The major compute capabilities for which torch has a kernel of grouped products, of bfloat16."""
 
+MOST_GROUPS: Final = 1023
+"""The most groups that this kernel takes."""
+SPAN_NUMBERS: Final = 1 << 16
+"""Starting the products of a span takes a processor about as long as moving so many numbers."""
 KEPT: Final = 64
 """How many rows' groups are kept, each of which layers with other adapters have more than once."""
 
@@ -42,9 +49,22 @@ class AdaptedSpans:
 
     lengths: Sequence[int]
     scales: Sequence[float]
-    """Those of the adapters; 1 for spans without one."""
+    """Those of the adapters; that of another one for spans without one."""
     pairs: Sequence[Pair | None]
     """None where the layer has no adapter."""
+
+
+@dataclass(frozen=True)
+class AdaptedExperts:
+    """What a layer computes for pairs of a token and an expert. They are sorted by expert, those of an expert by
+    adapter. The host does not know how many each has."""
+
+    ends: torch.Tensor
+    """The place after the last pair of each adapter of each expert."""
+    scales: float | torch.Tensor
+    """Those of all pairs, or that of each."""
+    pairs: Sequence[Pair | None]
+    """A and B of all experts, (experts, …), of each adapter. None where the layer has none."""
 
 
 class SpanProducts(Protocol):
@@ -112,116 +132,266 @@ def _split(tokens: torch.Tensor, spans: AdaptedSpans) -> Sequence[torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class _Groups:
-    """The spans of a row as groups of grouped products; those without an adapter have matrices of zeros."""
+class _Stacking:
+    """How the matrices of adapters are put together; those of no adapter are zeros."""
 
-    ends: torch.Tensor
-    """The place after the last token of each."""
     rank: int
     """That of the largest adapter, aligned."""
-    scales: float | torch.Tensor
-    """The scale of each token, or of all."""
     picked: torch.Tensor | None
     """Which rows each group has of the matrices A of all adapters, which one of zeros follows. None: each has the next
     `rank` rows."""
 
+    def stack(self, pairs: Sequence[Pair | None], dtype: torch.dtype) -> Pair:
+        """A of all groups, (groups, rank, inputs), and B, (groups, outputs, rank). With experts, the groups of an
+        expert are adjacent."""
+        all_a, all_b = [pair[0] for pair in pairs if pair is not None], [pair[1] for pair in pairs if pair is not None]
+        if self.picked is None:
+            a, b = torch.stack(all_a, dim=-3).to(dtype), torch.stack(all_b, dim=-3).to(dtype)
+        else:
+            first_a, first_b = all_a[0], all_b[0]
+            a = torch.cat([*all_a, first_a.new_zeros(*first_a.shape[:-2], 1, first_a.shape[-1])], dim=-2).to(dtype)
+            b = torch.cat([*all_b, first_b.new_zeros(*first_b.shape[:-1], 1)], dim=-1).to(dtype)
+            a = a.index_select(-2, self.picked)
+            b = b.index_select(-1, self.picked).view(*b.shape[:-1], len(pairs), self.rank)
+            b = b.transpose(-3, -2).contiguous()
+        return a.view(-1, self.rank, a.shape[-1]), b.view(-1, *b.shape[-2:])
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """The spans of a row as groups of grouped products."""
+
+    ends: torch.Tensor
+    """The place after the last token of each."""
+    scales: float | torch.Tensor
+    """The scale of each token, or of all."""
+    stacking: _Stacking
+
 
 class GroupedProducts:
-    """All spans at once. The matrices of a layer are put together for its forward pass and again for its backward pass:
-    kept between them, those of all layers would take as much memory as all adapters."""
+    """All spans at once, or all experts of all adapters. The matrices of a layer are put together for its forward pass
+    and again for its backward pass: kept between them, those of all layers would take as much memory as all
+    adapters."""
 
     def __init__(self) -> None:
-        self._groups: dict[tuple[object, ...], _Groups] = {}
+        self._groups: dict[Key, _Groups] = {}
         """Those of the last rows: the layers of a row share them, and it takes copies to the device to make them."""
+        self._stackings: dict[Key, _Stacking] = {}
 
-    def add(self, output: torch.Tensor, inputs: torch.Tensor, spans: AdaptedSpans) -> list[torch.Tensor]:
+    def add(
+        self, output: torch.Tensor, inputs: torch.Tensor, spans: AdaptedSpans | AdaptedExperts
+    ) -> list[torch.Tensor]:
         groups = self._group(spans, inputs)
-        a, b = _stack(groups, spans.pairs, inputs.dtype)
+        a, b = groups.stacking.stack(spans.pairs, inputs.dtype)
         inner = grouped_mm(inputs, a.mT, offs=groups.ends).mul_(groups.scales)
         output.add_(grouped_mm(inner, b.mT, offs=groups.ends))
         return [inner]
 
     def backward(
-        self, grad: torch.Tensor, inputs: torch.Tensor, inners: Sequence[torch.Tensor], spans: AdaptedSpans
+        self,
+        grad: torch.Tensor,
+        inputs: torch.Tensor,
+        inners: Sequence[torch.Tensor],
+        spans: AdaptedSpans | AdaptedExperts,
     ) -> torch.Tensor:
         (inner,) = inners
         groups = self._group(spans, inputs)
-        a, b = _stack(groups, spans.pairs, grad.dtype)
+        a, b = groups.stacking.stack(spans.pairs, grad.dtype)
         grad_inner = grouped_mm(grad, b, offs=groups.ends).mul_(groups.scales)
         grad_a = grouped_mm(grad_inner.t(), inputs, offs=groups.ends)
         grad_b = grouped_mm(grad.t(), inner, offs=groups.ends)
         _accumulate_groups(spans.pairs, grad_a, grad_b)
         return grouped_mm(grad_inner, a, offs=groups.ends)
 
-    def _group(self, spans: AdaptedSpans, inputs: torch.Tensor) -> _Groups:
-        ranks = [0 if pair is None else len(pair[0]) for pair in spans.pairs]
+    def _group(self, spans: AdaptedSpans | AdaptedExperts, inputs: torch.Tensor) -> _Groups:
+        ranks = [0 if pair is None else pair[0].shape[-2] for pair in spans.pairs]
+        if isinstance(spans, AdaptedExperts):
+            key: Key = (inputs.device, inputs.dtype, *ranks)
+            stacking = keep(self._stackings, key, lambda: _make_stacking(ranks, inputs))
+            return _Groups(spans.ends, spans.scales, stacking)
         key = inputs.device, inputs.dtype, *spans.lengths, *spans.scales, *ranks
-        if key not in self._groups:
-            if len(self._groups) >= KEPT:
-                self._groups.clear()
-            self._groups[key] = _make_groups(spans, ranks, inputs)
-        return self._groups[key]
+        return keep(self._groups, key, lambda: _make_groups(spans, ranks, inputs))
+
+
+def keep(kept: dict[Key, T], key: Key, make: Callable[[], T]) -> T:
+    """Returns what is kept for a row, or makes it: the layers of a row share it."""
+    if key not in kept:
+        if len(kept) >= KEPT:
+            kept.clear()
+        kept[key] = make()
+    return kept[key]
 
 
 def _make_groups(spans: AdaptedSpans, ranks: Sequence[int], inputs: torch.Tensor) -> _Groups:
-    aligned = ALIGNED_BYTES // inputs.element_size()
-    rank = -(-max(ranks) // aligned) * aligned
+    rank, rows = _stacked_rows(ranks, inputs)
     buffer = HostBuffer()
     buffer.add([np.cumsum(spans.lengths)], "int32")
-    has_scales, has_picked = len(set(spans.scales)) > 1, set(ranks) != {rank}
+    has_scales = len(set(spans.scales)) > 1
     if has_scales:
         buffer.add([np.repeat(spans.scales, spans.lengths)], "float32", (-1, 1))
-    if has_picked:
-        firsts, zero = [0, *accumulate(ranks)], sum(ranks)
-        rows = [
-            first + row if row < own else zero
-            for first, own in zip(firsts[:-1], ranks, strict=True)
-            for row in range(rank)
-        ]
-        buffer.add([np.array(rows)], "int64")
+    if rows is not None:
+        buffer.add([rows], "int64")
     ends, *others = buffer.move(inputs.device)
     of_tokens: float | torch.Tensor = others[0] if has_scales else spans.scales[0]
-    return _Groups(ends, rank, of_tokens, others[-1] if has_picked else None)
+    return _Groups(ends, of_tokens, _Stacking(rank, others[-1] if rows is not None else None))
 
 
-def _stack(groups: _Groups, pairs: Sequence[Pair | None], dtype: torch.dtype) -> Pair:
-    """A of all groups, (groups, rank, inputs), and B, (groups, outputs, rank)."""
-    all_a, all_b = [pair[0] for pair in pairs if pair is not None], [pair[1] for pair in pairs if pair is not None]
-    if groups.picked is None:
-        return torch.stack(all_a).to(dtype), torch.stack(all_b).to(dtype)
-    a = torch.cat([*all_a, all_a[0].new_zeros(1, all_a[0].shape[1])]).to(dtype)
-    b = torch.cat([*all_b, all_b[0].new_zeros(len(all_b[0]), 1)], dim=1).to(dtype)
-    a = a.index_select(0, groups.picked).view(len(pairs), groups.rank, -1)
-    b = b.index_select(1, groups.picked).view(len(b), len(pairs), groups.rank)
-    return a, b.transpose(0, 1).contiguous()
+def _make_stacking(ranks: Sequence[int], inputs: torch.Tensor) -> _Stacking:
+    rank, rows = _stacked_rows(ranks, inputs)
+    if rows is None:
+        return _Stacking(rank, None)
+    buffer = HostBuffer()
+    buffer.add([rows], "int64")
+    return _Stacking(rank, *buffer.move(inputs.device))
+
+
+def _stacked_rows(ranks: Sequence[int], inputs: torch.Tensor) -> tuple[int, NDArray[np.int64] | None]:
+    """Returns the rank of all groups, and what `_Stacking` picks."""
+    aligned = ALIGNED_BYTES // inputs.element_size()
+    rank = -(-max(ranks) // aligned) * aligned
+    if set(ranks) == {rank}:
+        return rank, None
+    firsts, zero = [0, *accumulate(ranks)], sum(ranks)
+    rows = [
+        first + row if row < own else zero for first, own in zip(firsts[:-1], ranks, strict=True) for row in range(rank)
+    ]
+    return rank, np.array(rows)
 
 
 def _accumulate_groups(pairs: Sequence[Pair | None], grad_a: torch.Tensor, grad_b: torch.Tensor) -> None:
     """Add the gradients of all groups to those of their matrices, in one operation."""
     targets: list[torch.Tensor] = []
     added: list[torch.Tensor] = []
-    for pair, of_a, of_b in zip(pairs, grad_a.float().unbind(), grad_b.float().unbind(), strict=True):
+    # With experts, the groups of an expert are adjacent: one dimension more, and that of adapters behind it.
+    some = next(pair[0] for pair in pairs if pair is not None)
+    experts = () if some.ndim == 2 else (-1,)
+    of_all = (grad.float().view(*experts, len(pairs), *grad.shape[1:]).unbind(-3) for grad in (grad_a, grad_b))
+    for pair, of_a, of_b in zip(pairs, *of_all, strict=True):
         if pair is None:
             continue
-        for matrix, own in zip(pair, (of_a[: len(pair[0])], of_b[:, : len(pair[0])]), strict=True):
+        rank = pair[0].shape[-2]
+        own = (of_a, of_b) if rank == of_a.shape[-2] else (of_a[..., :rank, :], of_b[..., :rank])
+        for matrix, gradient in zip(pair, own, strict=True):
             if not matrix.requires_grad:
                 continue
             if matrix.grad is None:
                 matrix.grad = torch.zeros_like(matrix)
             targets.append(matrix.grad)
-            added.append(own)
+            added.append(gradient)
     if targets:
         torch._foreach_add_(targets, added)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The spans of a row as a batch of products, of as many tokens each as the longest has."""
+
+    count: int
+    scales: float | torch.Tensor
+    """The scale of each span, or of all."""
+    stacking: _Stacking
+    tokens: torch.Tensor | None
+    """Which token of the row each one of the batch is; the first of its span where the span has no more. None: spans
+    are equally long."""
+    is_own: torch.Tensor | None
+    """1 for each token of the batch that its span has, 0 for what was added."""
+    places: torch.Tensor | None
+    """Where the tokens of the row are in the batch."""
+
+    def take(self, rows: torch.Tensor) -> torch.Tensor:
+        taken = rows if self.tokens is None else rows.index_select(0, self.tokens)
+        return taken.view(self.count, -1, rows.shape[-1])
+
+    def put(self, taken: torch.Tensor) -> torch.Tensor:
+        rows = taken.view(-1, taken.shape[-1])
+        return rows if self.places is None else rows.index_select(0, self.places)
+
+
+class BatchedProducts:
+    """All spans at once on a processor, where spans are so short that starting products takes longer than products.
+    Spans of different lengths are padded with tokens of their own, whose gradients are zero."""
+
+    def __init__(self) -> None:
+        self._batches: dict[Key, _Batch] = {}
+
+    def add(self, output: torch.Tensor, inputs: torch.Tensor, spans: AdaptedSpans) -> list[torch.Tensor]:
+        pairs, batch = self._batch(spans, inputs)
+        a, b = batch.stacking.stack(pairs, inputs.dtype)
+        inner = torch.bmm(batch.take(inputs), a.mT).mul_(batch.scales)
+        if batch.tokens is None:
+            output.view(batch.count, -1, output.shape[-1]).baddbmm_(inner, b.mT)
+        else:
+            output.add_(batch.put(torch.bmm(inner, b.mT)))
+        return [inner]
+
+    def backward(
+        self, grad: torch.Tensor, inputs: torch.Tensor, inners: Sequence[torch.Tensor], spans: AdaptedSpans
+    ) -> torch.Tensor:
+        (inner,) = inners
+        pairs, batch = self._batch(spans, inputs)
+        a, b = batch.stacking.stack(pairs, grad.dtype)
+        grad = batch.take(grad)
+        if batch.is_own is not None:
+            grad.mul_(batch.is_own)
+        grad_inner = torch.bmm(grad, b).mul_(batch.scales)
+        _accumulate_groups(pairs, torch.bmm(grad_inner.mT, batch.take(inputs)), torch.bmm(grad.mT, inner))
+        return batch.put(torch.bmm(grad_inner, a))
+
+    def _batch(self, spans: AdaptedSpans, inputs: torch.Tensor) -> tuple[Sequence[Pair | None], _Batch]:
+        # A span without tokens has none of its own to be padded with.
+        kept = [number for number, length in enumerate(spans.lengths) if length]
+        pairs = [spans.pairs[number] for number in kept]
+        lengths, scales = [spans.lengths[number] for number in kept], [spans.scales[number] for number in kept]
+        ranks = [0 if pair is None else pair[0].shape[-2] for pair in pairs]
+        key = inputs.dtype, *lengths, *scales, *ranks
+        return pairs, keep(self._batches, key, lambda: _make_batch(lengths, scales, ranks, inputs))
+
+
+def _make_batch(lengths: Sequence[int], scales: Sequence[float], ranks: Sequence[int], inputs: torch.Tensor) -> _Batch:
+    stacking = _make_stacking(ranks, inputs)
+    of_spans: float | torch.Tensor = scales[0]
+    if len(set(scales)) > 1:
+        of_spans = torch.tensor(scales, dtype=inputs.dtype).view(-1, 1, 1)
+    if len(set(lengths)) == 1:
+        return _Batch(len(lengths), of_spans, stacking, None, None, None)
+    starts = np.cumsum([0, *lengths[:-1]])
+    place = np.arange(max(lengths))
+    is_own = place < np.array(lengths)[:, None]
+    tokens = np.where(is_own, starts[:, None] + place, starts[:, None])
+    weights = torch.from_numpy(is_own).to(inputs.dtype)[..., None]
+    indices = torch.from_numpy(tokens.reshape(-1)), torch.from_numpy(np.flatnonzero(is_own))
+    return _Batch(len(lengths), of_spans, stacking, indices[0], weights, indices[1])
 
 
 LOOP: Final = LoopedProducts()
 
 
-def choose_products(inputs: torch.Tensor, outputs: int, spans: int, grouped: GroupedProducts) -> SpanProducts:
-    """Returns how to multiply so many spans in a layer of so many outputs: grouped where torch has a kernel for it."""
-    widths = inputs.shape[-1], outputs
+def choose_products(
+    inputs: torch.Tensor,
+    output: torch.Tensor,
+    spans: AdaptedSpans | AdaptedExperts,
+    grouped: GroupedProducts,
+    batched: BatchedProducts,
+) -> SpanProducts:
+    """Returns how to multiply spans in a layer with these inputs and outputs: grouped where torch has a kernel for it,
+    and short spans on a processor in a batch."""
+    if len(spans.pairs) == 1:
+        return LOOP
+    widths = inputs.shape[-1], output.shape[-1]
+    if isinstance(spans, AdaptedSpans) and inputs.device.type == "cpu":
+        return batched if inputs.dtype is torch.float32 and _are_short(spans, sum(widths)) else LOOP
     is_aligned = not any(width * inputs.element_size() % ALIGNED_BYTES for width in widths)
-    return grouped if spans > 1 and is_aligned and _has_kernel(inputs.device, inputs.dtype) else LOOP
+    return grouped if is_aligned and _has_kernel(inputs.device, inputs.dtype) else LOOP
+
+
+def _are_short(spans: AdaptedSpans, width: int) -> bool:
+    """Says whether a batch of spans is faster than a loop. It copies the matrices of each span and adds gradients to
+    theirs, and moves tokens unless spans are equally long."""
+    longest, rank = max(spans.lengths), max(0 if pair is None else len(pair[0]) for pair in spans.pairs)
+    moved = 5 * rank * width
+    if any(0 < length < longest for length in spans.lengths):
+        moved += 4 * longest * width
+    return moved <= SPAN_NUMBERS
 
 
 @cache

@@ -18,7 +18,7 @@ These ranks also share the gradients and the moments of the experts' adapters (`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -31,16 +31,18 @@ from torch.nn.functional import pad
 from strata.base.errors import Code, StrataError
 from strata.train.runner.collectives import exchange_rows
 from strata.train.runner.experts import (
-    AdaptedPairs,
     ExpertDispatch,
     ExpertFunction,
     ExpertPairs,
     Routing,
     invert,
+    pairs_of_groups,
+    pairs_of_one,
     permute,
     route_pairs,
 )
-from strata.train.runner.lora.adapter import Adapter, LoraPart
+from strata.train.runner.lora.adapter import LoraPart
+from strata.train.runner.lora.hooks import NumberedTokens
 from strata.train.runner.lora.targets import LoraTarget, is_experts
 from strata.train.runner.model.distributed_weights import SplitModel, compute_locally, distribute_weight
 
@@ -75,7 +77,7 @@ class _Dispatch:
         else:
             # The gradient of no rows is none that the kernel can compute; that of a row of zeros is zero.
             expert, ends = pad(self.pairs.expert, (0, 1)), self.pairs.ends + 1
-            output = compute(pad(rows, (0, 0, 0, 1)), ExpertPairs(expert, ends, ()))[:0]
+            output = compute(pad(rows, (0, 0, 0, 1)), ExpertPairs(expert, ends, None))[:0]
         return exchange_rows(permute(output, self.place, self.order), self.received, self.sent, self.group)
 
 
@@ -162,11 +164,10 @@ class ExpertParallel(SplitModel):
         forward = CheckpointContext(self, routed, is_recomputed=False)
         return forward, CheckpointContext(self, routed, is_recomputed=True)
 
-    def dispatch(
-        self, groups: torch.Tensor, experts: int, adapters: Sequence[Adapter]
-    ) -> tuple[Routing, ExpertDispatch]:
+    def dispatch(self, routed: torch.Tensor, experts: int, tokens: NumberedTokens) -> tuple[Routing, ExpertDispatch]:
         """Dispatches pairs by the group of each: the expert, and of an expert first those without an adapter."""
-        ranks, kinds = self.size, len(adapters) + 1
+        ranks, kinds = self.size, len(tokens.adapters)
+        groups = routed * kinds + tokens.numbers
         known = None if self.checkpoint is None else self.checkpoint.recall(groups)
         routing = route_pairs(groups if known is None else known.groups, experts * kinds)
         if known is None:
@@ -178,8 +179,7 @@ class ExpertParallel(SplitModel):
         group = torch.repeat_interleave(numbers, known.received, output_size=sum(sizes.received))
         order = torch.argsort(group, stable=True)
         by_expert = known.received.view(ranks, -1, kinds).sum(dim=0)
-        adapted = list(_adapted_pairs(adapters, group[order] % kinds, by_expert, sizes.by_adapter))
-        pairs = ExpertPairs(group[order] // kinds, _ends(by_expert.sum(dim=1)), adapted)
+        pairs = _received_pairs(group[order], by_expert, tokens, sizes.by_adapter)
         return routing, _Dispatch(self.group, sizes.sent, sizes.received, order, invert(order), pairs)
 
     def _count_pairs(self, groups: torch.Tensor, ends: torch.Tensor, kinds: int) -> RoutedPairs:
@@ -202,19 +202,16 @@ class ExpertParallel(SplitModel):
         return weight.full_tensor() if self._whole else weight.to_local()
 
 
-def _adapted_pairs(
-    adapters: Sequence[Adapter], number: torch.Tensor, by_expert: torch.Tensor, by_adapter: Sequence[int]
-) -> Iterator[AdaptedPairs]:
-    """Yields received pairs that are sorted by expert; `number` is that of each pair's adapter, from 1."""
-    is_one = len(number) in by_adapter
-    # Without an index if all pairs are of one adapter.
-    order = None if is_one else torch.argsort(number, stable=True)
-    start = 0
-    for place, size in enumerate(by_adapter):
-        if place and size:
-            own = None if order is None else order[start : start + size]
-            yield AdaptedPairs(adapters[place - 1], own, _ends(by_expert[:, place]))
-        start += size
+def _received_pairs(
+    group: torch.Tensor, by_expert: torch.Tensor, tokens: NumberedTokens, by_adapter: Sequence[int]
+) -> ExpertPairs:
+    """Received pairs, sorted by group. `by_expert` are those of each expert and adapter, `by_adapter` the sums."""
+    if len(group) not in by_adapter:
+        return pairs_of_groups(group, _ends(by_expert.view(-1)), tokens, by_adapter)
+    # All are of one adapter, or none has one.
+    kinds, place = len(by_adapter), by_adapter.index(len(group))
+    ends = _ends(by_expert[:, place])
+    return ExpertPairs(group // kinds, ends, pairs_of_one(tokens.adapters[place], ends))
 
 
 def _ends(counts: torch.Tensor) -> torch.Tensor:
