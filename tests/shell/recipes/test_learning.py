@@ -10,12 +10,21 @@ import torch
 from strata.base.errors import StrataError
 from strata.sdk.operations import Sample
 from strata.sdk.recipes.preference import preference_loss, preference_weight
-from strata.sdk.recipes.recipe import Recipe, RecipeData, RecipePreference, RecipeReward, RecipeSampling
-from strata.sdk.recipes.reinforcement import ReinforcementTraining, group_advantages
+from strata.sdk.recipes.recipe import (
+    Recipe,
+    RecipeData,
+    RecipePreference,
+    RecipeReinforcement,
+    RecipeReward,
+    RecipeSampling,
+)
+from strata.sdk.recipes.reinforcement import ReinforcementTraining, choose_loss, gap_metrics, group_advantages
 from strata.sdk.recipes.rendering import Renderer
 from strata.sdk.recipes.rewards import load_reward
 from strata.sdk.recipes.rollouts import PromptRow, Rollout
+from strata.train.core.model_options import LossName
 from strata.train.runner.model.tiny import train_tokenizer
+from strata.train.runner.passes.losses import check_config
 
 
 @pytest.mark.parametrize("margin", [-900.0, -3.0, 0.0, 0.5, 40.0, 9000.0])
@@ -35,6 +44,40 @@ def test_advantages_are_over_the_mean_of_the_group() -> None:
     assert group_advantages([1.0, 0.0, 0.0, 1.0], normalise=False) == [0.5, -0.5, -0.5, 0.5]
     assert group_advantages([2.0, 0.0], normalise=True) == [1.0, -1.0]
     assert group_advantages([1.0, 1.0], normalise=True) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3])
+def test_a_group_of_equal_rewards_has_no_advantage_by_rounding(reward: float) -> None:
+    for size in range(2, 50):
+        assert group_advantages([reward] * size, normalise=True) == [0.0] * size
+
+
+def test_a_correction_is_a_range_of_importance_weights() -> None:
+    tolerance = {"gap_tolerance": 1e-3}
+    assert choose_loss(RecipeReinforcement()) == (
+        "cispo",
+        {"clip_low_threshold": 0.0, "clip_high_threshold": 2.0, **tolerance},
+    )
+    masked = RecipeReinforcement(correction="mask", correction_level="sequence", correction_limit=4.0)
+    switches = {"mask_outliers": 1.0, "sequence_level": 1.0}
+    assert choose_loss(masked) == (
+        "cispo",
+        {"clip_low_threshold": 0.25, "clip_high_threshold": 4.0, **switches, **tolerance},
+    )
+    ignored = RecipeReinforcement(correction="none", correction_level="sequence")
+    assert choose_loss(ignored) == ("cispo", {"clip_low_threshold": 1.0, "clip_high_threshold": 1.0})
+    for loss in ("ppo", "cispo"):
+        assert choose_loss(RecipeReinforcement(loss=loss)) == (loss, tolerance)
+    for name, config in map(choose_loss, (RecipeReinforcement(), masked, ignored)):
+        check_config(LossName(name), config)
+
+
+def test_the_gap_is_that_of_the_first_substep_and_the_limited_share_that_of_all() -> None:
+    first = {"sampled_tokens:sum": 4.0, "sampler_gap:sum": 2.0, "clipped_tokens:sum": 1.0}
+    second = {"sampled_tokens:sum": 6.0, "sampler_gap:sum": 9.0, "clipped_tokens:sum": 4.0}
+    assert gap_metrics([first, second], RecipeReinforcement()) == {"sampler_gap": 0.5, "limited_share": 0.5}
+    assert gap_metrics([first], RecipeReinforcement(correction="none")) == {"sampler_gap": 0.5}
+    assert gap_metrics([], RecipeReinforcement()) == {}
 
 
 @pytest.mark.parametrize(

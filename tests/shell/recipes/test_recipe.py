@@ -52,6 +52,11 @@ def test_yaml_says_the_same_as_toml(tmp_path: Path) -> None:
         ('kind = "sft"\n[data]\npath = "x"\n[eval]\nevery = 1', "needs a path, or a share"),
         ('kind = "grpo"\n[data]\npath = "x"\n[reward]\ncheck = "regex"', "reward.pattern: required"),
         (
+            'kind = "grpo"\n[data]\npath = "x"\n[grpo]\nloss = "ppo"\ncorrection = "mask"',
+            "grpo.correction: only importance_sampling takes it: ppo limits the ratio to the sampler itself",
+        ),
+        ('kind = "grpo"\n[data]\npath = "x"\n[grpo]\ncorrection_limit = 1.0', "grpo.correction_limit"),
+        (
             'kind = "sft"\n[data]\npath = "x"\n[server]\nranks = 3\n[parallel]\ntensor = 2',
             "r.toml:6: parallel: parallel.tensor 2 does not",
         ),
@@ -86,3 +91,12 @@ def test_where_the_server_is_and_where_results_go_does_not_decide_the_numbers(tm
     assert recipe_settings(meshes[0]) != recipe_settings(meshes[1]), "another mesh"
     changed = read_recipe(written(tmp_path, f"{text}[train]\nseed = 1\n"))
     assert recipe_settings(one) != recipe_settings(changed)
+
+
+def test_the_record_of_another_kind_has_no_setting_that_0_2_0_did_not_write(tmp_path: Path) -> None:
+    """Else a run that version 0.2.0 began would be refused as one with another recipe."""
+    written_by_0_2_0 = {"grpo.loss", "grpo.substeps", "grpo.normalise", "grpo.kl"}
+    for kind in KINDS:
+        settings = recipe_settings(read_recipe(written(tmp_path, f'kind = "{kind}"\n[data]\npath = "x"\n')))
+        added = {name for name in settings if name.startswith("grpo.")} - written_by_0_2_0
+        assert bool(added) == (kind == "grpo")

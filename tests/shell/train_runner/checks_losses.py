@@ -36,7 +36,7 @@ def every_loss_is_what_its_formula_says_and_its_gradient_is_that_of_the_formula(
     model = trained(driver, "losses")
     data = [sampled(driver, model, seed, 6 + seed) for seed in (1, 2)]
     for name, formula in FORMULAS.items():
-        for config in CONFIGS[name]:
+        for number, config in enumerate(CONFIGS[name]):
             result = driver.train(model, data, loss=model_options.LossName(name), config=config)
             gradient = driver.gradient(model)
             expected, weights = 0.0, []
@@ -46,7 +46,7 @@ def every_loss_is_what_its_formula_says_and_its_gradient_is_that_of_the_formula(
                 expected += formula(exact, inputs, config)
                 weights.append(_weights(name, exact, inputs, config))
             assert abs(loss_of(result) - expected) < 1e-4 * max(abs(expected), 1), name
-            found.numbers[f"loss.{name}.{len(config)}"] = loss_of(result)
+            found.numbers[f"loss.{name}.{number}"] = loss_of(result)
             linear = [
                 ops.Datum(one.tokens, {**one.inputs, "weights": dense(weight, ops.DType.F32)})
                 for one, weight in zip(data, weights, strict=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.shell.train_runner.formulas import FORMULAS
+from tests.shell.train_runner.formulas import FORMULAS, importance_weights, ppo
 
 Array = np.ndarray[Any, Any]
 
@@ -17,9 +17,10 @@ def held_fixed(
 ) -> Callable[[Array], float]:
     match name:
         case "cispo":
-            low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", 4.0)
-            ratio = np.clip(np.exp(at - inputs["logprobs"]), low, high)
-            return lambda lp: float(-(inputs["weights"] * ratio * inputs["advantages"] * lp).sum())
+            held = np.array(importance_weights(at, inputs, config))
+            return lambda lp: float(-(inputs["weights"] * held * inputs["advantages"] * lp).sum())
+        case "ppo":
+            return lambda lp: ppo(lp, inputs, config, at)
         case "gspo":
             low, high = config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2)
             mean = float((at - inputs["logprobs"])[inputs["sequence_ratio_mask"] != 0].mean())

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from strata.base.errors import StrataError
 from strata.train.core import ops
 from strata.train.core.model_options import LossName
-from strata.train.runner.passes.losses import RULES, measure_loss, read_inputs, read_metrics
+from strata.train.runner.passes.losses import RULES, check_config, measure_loss, read_inputs, read_metrics
 from strata.train.runner.passes.packed_row import PackedDocument, RowContents, pack_row
 from tests.shell.train_runner.detached_formulas import held_fixed
-from tests.shell.train_runner.formulas import CONFIGS, FORMULAS
+from tests.shell.train_runner.formulas import CONFIGS, FORMULAS, limited_ratios
 
 Array = np.ndarray[Any, Any]
 CPU: Final = torch.device("cpu")
@@ -79,8 +80,9 @@ def compute(contents: RowContents, logprobs: Sequence[Array]) -> tuple[dict[int,
 @pytest.mark.parametrize("loss", LOSSES)
 def test_each_document_of_a_batch_has_the_loss_of_the_formula(loss: LossName) -> None:
     """Documents of one loss have configurations of their own."""
-    configs = [CONFIGS[loss.value][number % len(CONFIGS[loss.value])] for number in range(len(LENGTHS))]
-    inputs = [drawn(length, number) for number, length in enumerate(LENGTHS)]
+    lengths = LENGTHS * 2
+    configs = [CONFIGS[loss.value][number % len(CONFIGS[loss.value])] for number in range(len(lengths))]
+    inputs = [drawn(length, number) for number, length in enumerate(lengths)]
     logprobs = [logprobs_of(each, 9 + number) for number, each in enumerate(inputs)]
     documents = [document(number, loss, *each) for number, each in enumerate(zip(configs, inputs, strict=True))]
     found, _ = compute(pack_row(documents, CPU), logprobs)
@@ -99,7 +101,7 @@ def check_ratios(
     distance = logprobs - own["logprobs"]
     mask = own["sequence_ratio_mask"] != 0
     shared = np.full(len(distance), math.exp(distance[mask].mean()))
-    ratio = shared if loss is LossName.GSPO else np.exp(distance)
+    ratio = shared if loss is LossName.GSPO else np.array(limited_ratios(logprobs, own, config))
     assert found["sampled_tokens:sum"] == sampled.sum()
     if not sampled.any():
         assert not [name for name in found if name.startswith(("ratio:", "sampler_"))]
@@ -124,20 +126,31 @@ def check_ratios(
         assert found[name] == pytest.approx(number, rel=1e-5, abs=1e-6), name
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_the_gradient_of_a_batch_is_that_of_the_formula(loss: LossName) -> None:
+CONFIGURED: Final = [(LossName(name), config) for name, configs in CONFIGS.items() for config in configs]
+
+
+@pytest.mark.parametrize(("loss", "config"), CONFIGURED)
+def test_the_gradient_of_a_batch_is_that_of_the_formula(loss: LossName, config: Mapping[str, float]) -> None:
     inputs = [drawn(length, number) for number, length in enumerate(LENGTHS)]
     logprobs = [logprobs_of(each, 9 + number) for number, each in enumerate(inputs)]
-    documents = [document(number, loss, {}, each) for number, each in enumerate(inputs)]
+    documents = [document(number, loss, config, each) for number, each in enumerate(inputs)]
     _, gradients = compute(pack_row(documents, CPU), logprobs)
     for own, one, gradient in zip(inputs, logprobs, gradients, strict=True):
-        formula = held_fixed(loss.value, one.astype(np.float64), own, {})
+        formula = held_fixed(loss.value, one.astype(np.float64), own, config)
         for place in range(len(one)):
             above, below = one.astype(np.float64), one.astype(np.float64)
             above[place] += 1e-5
             below[place] -= 1e-5
             slope = (formula(above) - formula(below)) / 2e-5
             assert gradient[place] == pytest.approx(slope, rel=1e-4, abs=1e-5)
+
+
+def test_a_switch_of_a_loss_is_0_or_1() -> None:
+    check_config(LossName.CISPO, {"mask_outliers": 1.0, "sequence_level": 0.0})
+    with pytest.raises(StrataError, match=r"mask_outliers is 0\.5 where the loss cispo takes 0 or 1"):
+        check_config(LossName.CISPO, {"mask_outliers": 0.5})
+    with pytest.raises(StrataError, match="the loss ppo knows no 'sequence_level'"):
+        check_config(LossName.PPO, {"sequence_level": 1.0})
 
 
 def test_several_targets_of_a_token_are_summed() -> None:

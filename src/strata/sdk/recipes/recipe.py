@@ -24,6 +24,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 Whole = Annotated[int, msgspec.Meta(ge=0)]
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
+AboveOne = Annotated[float, msgspec.Meta(gt=1)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 _LORA: Final = LoraConfig()
@@ -146,6 +147,13 @@ class RecipeReinforcement(_Section, frozen=True, kw_only=True):
     """Divide advantages by the standard deviation of their group."""
     kl: NotNegative = 0.0
     """Weight of a penalty for moving away from the model that training began with."""
+    correction: Literal["truncate", "mask", "none"] = "truncate"
+    """How `importance_sampling` corrects the gap between sampler and trainer: importance weights above the limit are
+    truncated to it, or what is outside it is masked, or the gap is ignored."""
+    correction_level: Literal["token", "sequence"] = "token"
+    """Whether a token or a whole answer is held to the limit."""
+    correction_limit: AboveOne = 2.0
+    """The largest importance weight; the smallest that is not masked is one by it."""
 
 
 class RecipeReward(_Section, frozen=True, kw_only=True):
@@ -213,6 +221,9 @@ _OF_KINDS: Final[Mapping[str, Collection[str]]] = {
     "distill": ("distill",),
 }
 """Sections that only some kinds have."""
+_ADDED: Final = ("correction", "correction_level", "correction_limit")
+"""Settings of `grpo` after 0.2.0, which wrote this section into the records of all kinds: runs of the others have none
+of these, so that they go on."""
 
 
 def is_recipe(path: Path) -> bool:
@@ -267,6 +278,11 @@ def _conflicts(recipe: Recipe) -> list[tuple[tuple[str, ...], str]]:
         found.append((("reward", "pattern"), 'required for check = "regex"'))
     if recipe.kind == "grpo" and reward.check not in ("exact", "number", "regex") and ":" not in reward.check:
         found.append((("reward", "check"), 'expected "exact", "number", "regex" or "FILE.py:FUNCTION"'))
+    defaults = RecipeReinforcement()
+    corrected = [name for name in _ADDED if getattr(recipe.grpo, name) != getattr(defaults, name)]
+    if corrected and recipe.grpo.loss != "importance_sampling":
+        bounds = f"{recipe.grpo.loss} limits the ratio to the sampler itself"
+        found.append((("grpo", corrected[0]), f"only importance_sampling takes it: {bounds}"))
     if recipe.server.ranks is not None and (problem := recipe.parallel.problem(recipe.server.ranks)):
         found.append((("parallel",), problem))
     samples = recipe.kind == "grpo" or (recipe.kind == "distill" and recipe.distill.mode == "on_policy")
@@ -330,6 +346,9 @@ def recipe_settings(recipe: Recipe) -> dict[str, Any]:
     for name in ("url", "key_file"):
         values["server"].pop(name)
     values["teacher"].pop("key_file")
+    if recipe.kind != "grpo":
+        for name in _ADDED:
+            values["grpo"].pop(name)
     return {
         f"{section}.{key}": value
         for section, table in values.items()

@@ -1,21 +1,29 @@
-"""Recipe `grpo`: groups of answers, advantages over the group's mean, KL to the reference, substeps."""
+"""Recipe `grpo`: groups of answers, advantages over the group's mean, KL to the reference, substeps, and the correction
+of the gap between sampler and trainer by importance weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
-from typing import Final
+from typing import Final, assert_never
 
 from strata.sdk.operations import Datum, Pass
-from strata.sdk.recipes.method import Metrics, ReadMetrics, StepContext, TrainingMethod, read_after
+from strata.sdk.recipes.method import Metrics, ReadMetrics, StepContext, TrainingMethod
+from strata.sdk.recipes.recipe import RecipeReinforcement
 from strata.sdk.recipes.rendering import Renderer
 from strata.sdk.recipes.rewards import Reward
 from strata.sdk.recipes.rollouts import PromptRow, Rollout, answer_logprobs, draw_groups, draw_likeliest
 from strata.sdk.train import Future, Model
+from strata.train.core.model_options import CLIP_HIGH, CLIP_LOW, GAP_TOLERANCE, MASK_OUTLIERS, SEQUENCE_LEVEL, LossName
 from strata.train.core.sampling import cut_at_stop
 
 SMALLEST_DEVIATION: Final = 1e-6
+TOLERANCE_NATS: Final = 1e-3
+"""A smaller gap is rounding, whose correction changes a weight by a thousandth. It is not corrected: what rounds
+otherwise in each run would make each run another one."""
+REPORTED_DECIMALS: Final = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +39,12 @@ class ReinforcementTraining(TrainingMethod[PromptRow]):
     def step(self, context: StepContext) -> ReadMetrics:
         train = self.recipe.train
         prompts = self.batch(context.step)
-        sampler = context.model.sampler().result()
-        groups = draw_groups(sampler, prompts, self.recipe.sampling, train.seed, context.step)
+
+        def draw() -> list[list[Rollout]]:
+            sampler = context.model.sampler().result()
+            return draw_groups(sampler, prompts, self.recipe.sampling, train.seed, context.step)
+
+        groups = context.rollouts.groups(context.step, prompts, draw)
         rewards = [[self.reward_of(each) for each in group] for group in groups]
         drawn = [each for group in groups for each in group]
         metrics = {
@@ -46,15 +58,16 @@ class ReinforcementTraining(TrainingMethod[PromptRow]):
             for each, advantage, reward in zip(drawn, advantages, earned, strict=True)
             if each.sample.tokens and (advantage or self.reference is not None)
         ]
-        own, prices = self._logprobs(context.model, [each for each, _, _ in learned])
+        prices = self._prices(context.model, [each for each, _, _ in learned])
         if self.reference is not None:
             metrics["kl"] = fmean([fmean(each) for each in prices] or [0.0])
         context.model.report(**metrics)
         data = [
-            (each.datum([advantage - self.recipe.grpo.kl * price for price in paid], logprobs, reward), len(logprobs))
-            for (each, advantage, reward), logprobs, paid in zip(learned, own, prices, strict=True)
+            (each.datum([advantage - self.recipe.grpo.kl * price for price in paid], reward=reward), len(paid))
+            for (each, advantage, reward), paid in zip(learned, prices, strict=True)
         ]
-        return read_after(self._learn(context, data), metrics)
+        passes = self._learn(context, data)
+        return lambda: {**metrics, **gap_metrics([each.result().metrics for each in passes], self.recipe.grpo)}
 
     def evaluate(self, model: Model) -> Metrics:
         answers = draw_likeliest(model.sampler().result(), self.evaluation, self.recipe.sampling)
@@ -69,28 +82,69 @@ class ReinforcementTraining(TrainingMethod[PromptRow]):
         text = self.renderer.text(rollout.sample.tokens)
         return self.reward(cut_at_stop(text, self.recipe.sampling.stop), rollout.prompt.row)
 
-    def _logprobs(self, model: Model, drawn: Sequence[Rollout]) -> tuple[list[list[float]], list[list[float]]]:
-        """Returns the log probabilities of the tokens of the answers, and by how much they exceed those of the
-        reference."""
-        models = [model] if self.reference is None else [model, self.reference]
-        own, *before = answer_logprobs(models, drawn)
-        if not before:
-            return own, [[0.0] * len(each) for each in own]
-        return own, [[now - was for now, was in zip(*pair, strict=True)] for pair in zip(own, before[0], strict=True)]
+    def _prices(self, model: Model, drawn: Sequence[Rollout]) -> list[list[float]]:
+        """Returns by how much the log probabilities of the tokens of the answers exceed those of the reference.
+
+        They are the trainer's: those of the sampler would add the gap to the price.
+        """
+        if self.reference is None:
+            return [[0.0] * len(each.sample.tokens) for each in drawn]
+        own, before = answer_logprobs([model, self.reference], drawn)
+        return [[now - was for now, was in zip(*pair, strict=True)] for pair in zip(own, before, strict=True)]
 
     def _learn(self, context: StepContext, data: Sequence[tuple[Datum, int]]) -> list[Future[Pass]]:
         """An optimizer step for each part of the answers. Where all rewards of all groups are equal there is none."""
         passes = []
+        loss, config = choose_loss(self.recipe.grpo)
         substeps = min(self.recipe.grpo.substeps, len(data))
         for number in range(substeps):
             part = data[number::substeps]
-            passes.append(context.model.forward_backward([datum for datum, _ in part], self.recipe.grpo.loss))
+            passes.append(context.model.forward_backward([datum for datum, _ in part], loss, **config))
             context.optimise(sum(tokens for _, tokens in part))
         return passes
 
 
+def choose_loss(grpo: RecipeReinforcement) -> tuple[str, Mapping[str, float]]:
+    """Returns the loss of the passes, and its config.
+
+    The gradient of `importance_sampling` is that of log p(x) with r as its weight. `cispo` is the same with the weight
+    limited, so it computes all corrections.
+    """
+    if grpo.loss != "importance_sampling":
+        return grpo.loss, {GAP_TOLERANCE: TOLERANCE_NATS}
+    limit = grpo.correction_limit
+    match grpo.correction:
+        case "none":
+            return LossName.CISPO.value, {CLIP_LOW: 1.0, CLIP_HIGH: 1.0}
+        case "truncate":
+            config = {CLIP_LOW: 0.0, CLIP_HIGH: limit, GAP_TOLERANCE: TOLERANCE_NATS}
+        case "mask":
+            config = {CLIP_LOW: 1 / limit, CLIP_HIGH: limit, MASK_OUTLIERS: 1.0, GAP_TOLERANCE: TOLERANCE_NATS}
+        case _:
+            assert_never(grpo.correction)
+    return LossName.CISPO.value, config | ({SEQUENCE_LEVEL: 1.0} if grpo.correction_level == "sequence" else {})
+
+
+def gap_metrics(passes: Sequence[Mapping[str, float]], grpo: RecipeReinforcement) -> Metrics:
+    """Returns the mean distance of the sampler from the trainer in nats, and the share of the tokens whose weight was
+    truncated, masked or clipped.
+
+    Later substeps train other weights than those that were sampled: the distance is that of the first.
+    """
+    tokens = [each["sampled_tokens:sum"] for each in passes]
+    if not sum(tokens[:1]):
+        return {}
+    metrics = {"sampler_gap": round(passes[0]["sampler_gap:sum"] / tokens[0], REPORTED_DECIMALS)}
+    if grpo.loss != "importance_sampling" or grpo.correction != "none":
+        metrics["limited_share"] = sum(each["clipped_tokens:sum"] for each in passes) / sum(tokens)
+    return metrics
+
+
 def group_advantages(rewards: Sequence[float], *, normalise: bool) -> list[float]:
-    """Returns how much better each answer is than the mean of its group."""
+    """Returns how much better each answer is than the mean of its group; 0 if all are equal, whatever the rounding of
+    the mean."""
+    if min(rewards) == max(rewards):
+        return [0.0] * len(rewards)
     mean = fmean(rewards)
     scale = max(pstdev(rewards), SMALLEST_DEVIATION) if normalise else 1.0
     return [(each - mean) / scale for each in rewards]

@@ -1,10 +1,17 @@
-"""Draws answers to prompts in groups, and makes datums of them with an advantage for each token."""
+"""Draws answers to prompts in groups, keeps them for a run that continues, and makes datums of them with an advantage
+for each token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
+
+from strata.base.atomic import write_file
 from strata.sdk.operations import Datum, Sample, SamplingParams
 from strata.sdk.recipes.batches import derive_seed
 from strata.sdk.recipes.recipe import RecipeSampling
@@ -31,8 +38,11 @@ class Rollout:
     def tokens(self) -> list[int]:
         return [*self.prompt.tokens, *self.sample.tokens]
 
-    def datum(self, advantages: Sequence[float], logprobs: Sequence[float], reward: float | None = None) -> Datum:
-        """Makes a datum with an advantage for each token of the answer, and its log probability when it was drawn.
+    def datum(
+        self, advantages: Sequence[float], logprobs: Sequence[float] | None = None, reward: float | None = None
+    ) -> Datum:
+        """Makes a datum with an advantage for each token of the answer, and the log probability that it was drawn with,
+        unless others are given.
 
         No loss reads the reward: it goes along for the rollouts that a server keeps.
         """
@@ -43,13 +53,84 @@ class Rollout:
             tokens[1:],
             weights=[*before, *([1.0] * len(self.sample.tokens))],
             advantages=[*before, *advantages],
-            logprobs=[*before, *logprobs],
+            logprobs=[*before, *(self.sample.logprobs if logprobs is None else logprobs)],
             more={} if reward is None else {"reward": [reward]},
         )
 
     def answer(self, values: Sequence[float]) -> list[float]:
         """Returns those values for all targets that belong to the answer."""
         return list(values[len(self.prompt.tokens) - 1 :])
+
+
+class KeptSample(msgspec.Struct, frozen=True, array_like=True):
+    tokens: bytes
+    """32-bit integers, and log probabilities as 32-bit floats: what a datum has of them."""
+    logprobs: bytes
+    stop_reason: str
+
+    @classmethod
+    def of(cls, sample: Sample) -> KeptSample:
+        tokens, logprobs = array.array("i", sample.tokens), array.array("f", sample.logprobs)
+        return cls(tokens.tobytes(), logprobs.tobytes(), sample.stop_reason)
+
+    def sample(self) -> Sample:
+        return Sample(
+            array.array("i", self.tokens).tolist(), array.array("f", self.logprobs).tolist(), self.stop_reason
+        )
+
+
+class RolloutLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    step: int
+    groups: Sequence[Sequence[KeptSample]]
+
+
+class RolloutFile:
+    """The answers of the steps after the last saved state, in a file that has a line for each step.
+
+    What a sampler returns depends, by rounding, on the requests that shared its batch. So a run that continues learns
+    from the answers that it drew before, instead of drawing them again.
+    """
+
+    def __init__(self, path: Path, kept: Mapping[int, RolloutLine]) -> None:
+        self._path = path
+        self._kept = kept
+
+    @classmethod
+    def open(cls, path: Path, step: int | None) -> RolloutFile:
+        """The answers from this step on; None for a run that begins, which has none."""
+        lines = [] if step is None or not path.exists() else _read_whole_lines(path)
+        kept = {line.step: line for line in lines if step is not None and line.step >= step}
+        if path.exists():
+            write_file(path, b"".join(map(_encode_line, kept.values())))
+        return cls(path, kept)
+
+    def groups(
+        self, step: int, prompts: Sequence[PromptRow], draw: Callable[[], list[list[Rollout]]]
+    ) -> list[list[Rollout]]:
+        """Returns the kept answers of a step, or draws and keeps them."""
+        line = self._kept.get(step)
+        if line is None:
+            drawn = draw()
+            line = RolloutLine(step, [[KeptSample.of(each.sample) for each in group] for group in drawn])
+            with self._path.open("ab") as file:
+                file.write(_encode_line(line))
+        pairs = zip(prompts, line.groups, strict=True)
+        return [[Rollout(prompt, each.sample()) for each in group] for prompt, group in pairs]
+
+    def clear(self) -> None:
+        """Forget all answers: a saved state has what was learned from them."""
+        self._path.unlink(missing_ok=True)
+
+
+def _encode_line(line: RolloutLine) -> bytes:
+    return msgspec.json.encode(line) + b"\n"
+
+
+def _read_whole_lines(path: Path) -> list[RolloutLine]:
+    """A last line that was not written to its end is left out."""
+    content = path.read_bytes()
+    lines = content[: content.rfind(b"\n") + 1].splitlines()
+    return [msgspec.json.decode(line, type=RolloutLine) for line in lines]
 
 
 def draw_groups(

@@ -24,6 +24,7 @@ from strata.train.settings import LAUNCHER_LOCK
 
 RECORD: Final = "run.json"
 METRICS: Final = "metrics.jsonl"
+ROLLOUTS: Final = "rollouts.jsonl"
 LOCK: Final = "run.lock"
 ADAPTER: Final = "adapter"
 SERVER: Final = "server"
@@ -81,6 +82,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / METRICS
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / ROLLOUTS
 
     @property
     def adapter(self) -> Path:

@@ -26,6 +26,7 @@ from strata.sdk.checkpoints import SCHEME, delete_checkpoint, fetch_adapter, imp
 from strata.sdk.recipes.batches import learning_rate, save_interval, total_steps
 from strata.sdk.recipes.method import ReadMetrics, StepContext, TrainingMethod
 from strata.sdk.recipes.recipe import Recipe
+from strata.sdk.recipes.rollouts import RolloutFile
 from strata.sdk.recipes.run_folder import BestEvaluation, MetricLine, RecipeRunRecord, RunFolder
 from strata.sdk.trackers.mirror import MirrorSettings, make_tracker
 from strata.sdk.trackers.port import TrackedPoint, TrackedRun, TrackerRun
@@ -118,6 +119,7 @@ class RecipeTrainer:
         self._method = method
         self._record = record
         self._lines = place.folder.cut_metrics(record.step if record.state else -1)
+        self._rollouts = RolloutFile.open(place.folder.rollouts, record.step if record.state else None)
         self._superseded: list[str] = []
         """Checkpoints of best evaluations that the next record will not name."""
         self._sent: deque[tuple[int, ReadMetrics, list[Future[Mapping[str, float]]]]] = deque()
@@ -186,7 +188,7 @@ class RecipeTrainer:
             rate = learning_rate(step, self._record.steps, train)
             steps.append(self._model.optim_step(rate, weight_decay=train.weight_decay, grad_clip_norm=clip))
 
-        read = self._method.step(StepContext(self._model, step, optimise))
+        read = self._method.step(StepContext(self._model, step, optimise, self._rollouts))
         self._sent.append((step, read, steps))
 
     def _read_step(self) -> None:
@@ -239,6 +241,7 @@ class RecipeTrainer:
         mark = self._tracker.mark() if self._tracker is not None else ""
         self._record = msgspec.structs.replace(self._record, step=step, state=state, tracker_mark=mark)
         self._place.folder.write(self._record)
+        self._rollouts.clear()
         for path in [*before, *self._superseded]:
             if path != state:
                 self._delete(path)

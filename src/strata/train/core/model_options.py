@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -25,6 +25,14 @@ class LossName(StrEnum):
     GSPO = "gspo"
     CUSTOM = "custom"
     """A loss that the client has created: its graph is in the payload."""
+
+
+CLIP_LOW: Final = "clip_low_threshold"
+CLIP_HIGH: Final = "clip_high_threshold"
+MASK_OUTLIERS: Final = "mask_outliers"
+SEQUENCE_LEVEL: Final = "sequence_level"
+GAP_TOLERANCE: Final = "gap_tolerance"
+"""Names in the config of a loss."""
 
 
 class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

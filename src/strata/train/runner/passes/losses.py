@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.core.loss_graph import CustomLoss, LossInput
-from strata.train.core.model_options import LossName
+from strata.train.core.model_options import CLIP_HIGH as HIGH
+from strata.train.core.model_options import CLIP_LOW as LOW
+from strata.train.core.model_options import GAP_TOLERANCE, MASK_OUTLIERS, SEQUENCE_LEVEL, LossName
 from strata.train.status.pass_metrics import SAMPLED, TOKENS
 
-LOW: Final = "clip_low_threshold"
-HIGH: Final = "clip_high_threshold"
 MASK: Final = "sequence_ratio_mask"
 KNOWN_INPUTS: Final = frozenset({"target_tokens", "weights", "logprobs", "advantages", LOW, HIGH, MASK})
 DENSE_LIMIT: Final = 1 << 26
@@ -52,6 +52,9 @@ class LossInputs:
     high: Array | float
     beta: float
     mask: Array | None
+    mask_outliers: float = 0.0
+    sequence_level: float = 0.0
+    gap_tolerance: float = 0.0
     custom: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """What a loss of the client reads, besides the log probabilities."""
 
@@ -75,6 +78,10 @@ class LossBatch:
     """How many targets of each datum the mask marks."""
     sampled: torch.Tensor
     """Whether a target has a weight and an advantage."""
+    mask_outliers: torch.Tensor
+    """Empty, like the next ones, unless a datum of the batch sets one of them."""
+    sequence_level: torch.Tensor
+    gap_tolerance: torch.Tensor
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of each datum of the last dimension, in float64. No value reaches another datum's sum.
@@ -119,14 +126,48 @@ def importance_sampling(logprobs: torch.Tensor, batch: LossBatch) -> LossTerms:
 
 def ppo(logprobs: torch.Tensor, batch: LossBatch) -> LossTerms:
     """-Σ w · min(r · A, clip(r) · A), with low 0.8 and high 1.2 unless set: bounds of the ratio itself."""
-    return _clipped_objective(torch.exp(logprobs - batch.logprobs), batch)
+    return _clipped_objective(torch.exp(logprobs - _sampler_logprobs(logprobs, batch)), batch)
 
 
 def cispo(logprobs: torch.Tensor, batch: LossBatch) -> LossTerms:
-    """-Σ w · sg[clip(r)] · A · log p(x), with low 0 and high 4 unless set: every token keeps a gradient."""
-    ratio = torch.exp(logprobs.detach() - batch.logprobs)
-    clipped = _clip(ratio, batch)
-    return LossTerms(-(batch.weights * clipped * batch.advantages * logprobs), ratio, clipped != ratio)
+    """-Σ w · sg[clip(r)] · A · log p(x), with low 0 and high 4 unless set: every token keeps a gradient.
+
+    These are truncated importance weights. With `sequence_level` the weight is clip(Π r), the product over the datum's
+    tokens with an advantage. With `mask_outliers` weights are not clipped: r is the weight where it is in the range,
+    else 0; at the level of the sequence, where the geometric mean of r is in the range.
+    """
+    distance = logprobs.detach() - _sampler_logprobs(logprobs, batch)
+    ratio = torch.exp(distance)
+    if not batch.mask_outliers.numel():
+        clipped = _clip(ratio, batch)
+        return LossTerms(-(batch.weights * clipped * batch.advantages * logprobs), ratio, clipped != ratio)
+    limited = torch.where(batch.sequence_level, _sequence_ratio(distance, batch), ratio)
+    clipped = _clip(limited, batch)
+    outside = clipped != limited
+    weight = torch.where(batch.mask_outliers, torch.where(outside, 0.0, ratio), clipped)
+    return LossTerms(-(batch.weights * weight * batch.advantages * logprobs), limited, outside)
+
+
+def _sampler_logprobs(logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
+    """Returns log q, and log p(x) where the two are no further apart than the tolerance.
+
+    What a sampler computes is rounded as the requests in its batch happen to be. Within the tolerance this reaches no
+    weight, so that a run can be repeated bit by bit.
+    """
+    if not batch.gap_tolerance.numel():
+        return batch.logprobs
+    own = logprobs.detach()
+    return torch.where((own - batch.logprobs).abs() <= batch.gap_tolerance, own, batch.logprobs)
+
+
+def _sequence_ratio(distance: torch.Tensor, batch: LossBatch) -> torch.Tensor:
+    """The product of the ratios of each datum, or their geometric mean where outliers are masked, so that one range
+    holds for answers of all lengths."""
+    sums = batch.sum(torch.where(batch.sampled, distance, 0.0))
+    counts = batch.sum(batch.sampled).clamp(min=1.0)
+    masked = batch.mask_outliers
+    exponents = torch.where(masked, (sums / counts)[batch.segments], sums[batch.segments])
+    return torch.exp(exponents).to(distance.dtype)
 
 
 def dro(logprobs: torch.Tensor, batch: LossBatch) -> LossTerms:
@@ -184,8 +225,10 @@ class LossRule:
 RULES: Final[Mapping[LossName, LossRule]] = {
     LossName.CROSS_ENTROPY: LossRule(cross_entropy, sampled=False, config={}),
     LossName.IMPORTANCE_SAMPLING: LossRule(importance_sampling, sampled=True, config={}),
-    LossName.PPO: LossRule(ppo, sampled=True, config={LOW: 0.8, HIGH: 1.2}),
-    LossName.CISPO: LossRule(cispo, sampled=True, config={LOW: 0.0, HIGH: 4.0}),
+    LossName.PPO: LossRule(ppo, sampled=True, config={LOW: 0.8, HIGH: 1.2, GAP_TOLERANCE: 0.0}),
+    LossName.CISPO: LossRule(
+        cispo, sampled=True, config={LOW: 0.0, HIGH: 4.0, MASK_OUTLIERS: 0.0, SEQUENCE_LEVEL: 0.0, GAP_TOLERANCE: 0.0}
+    ),
     LossName.DRO: LossRule(dro, sampled=True, config={"beta": 0.05}),
     LossName.GSPO: LossRule(gspo, sampled=True, config={LOW: 0.8, HIGH: 1.2}, masked=True),
 }
@@ -197,6 +240,9 @@ def check_config(name: LossName, config: Mapping[str, float]) -> None:
     if unknown:
         allowed = ", ".join(defaults) or "nothing"
         raise _invalid(f"the loss {name.value} knows no {unknown[0]!r} in its config; it takes {allowed}")
+    for switch in (MASK_OUTLIERS, SEQUENCE_LEVEL):
+        if config.get(switch, 0.0) not in (0.0, 1.0):
+            raise _invalid(f"{switch} is {config[switch]:g} where the loss {name.value} takes 0 or 1")
 
 
 def read_inputs(name: LossName, config: Mapping[str, float], datum: ops.Datum, vocabulary: int) -> LossInputs:
@@ -223,6 +269,9 @@ def read_inputs(name: LossName, config: Mapping[str, float], datum: ops.Datum, v
         high=per_token.get(HIGH, settings.get(HIGH, 0.0)),
         beta=settings.get("beta", 0.0),
         mask=needed.get(MASK),
+        mask_outliers=settings.get(MASK_OUTLIERS, 0.0),
+        sequence_level=settings.get(SEQUENCE_LEVEL, 0.0),
+        gap_tolerance=settings.get(GAP_TOLERANCE, 0.0),
     )
 
 

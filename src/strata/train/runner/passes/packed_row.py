@@ -24,7 +24,14 @@ from strata.train.runner.passes.transfer import HostBuffer
 
 Place = tuple[int, int]
 """An item, and one of its datums or groups."""
-_DTYPES: Final = {"segments": np.int64, "mask": np.bool_, "sampled": np.bool_, "marked": np.float64}
+_DTYPES: Final = {
+    "segments": np.int64,
+    "mask": np.bool_,
+    "sampled": np.bool_,
+    "marked": np.float64,
+    "mask_outliers": np.bool_,
+    "sequence_level": np.bool_,
+}
 """Those of the fields of a batch; the others are float32."""
 
 
@@ -204,6 +211,9 @@ def _add_batch(loss: LossName, documents: Sequence[PackedDocument], buffer: Host
     if rule.masked:
         fields["mask"] = _join(inputs, "mask", sizes) != 0
         fields["marked"] = np.bincount(segments[fields["mask"]], minlength=len(inputs))
+    if any(each.mask_outliers or each.sequence_level or each.gap_tolerance for each in inputs):
+        switches = {name: _join(inputs, name, sizes) != 0 for name in ("mask_outliers", "sequence_level")}
+        fields |= {**switches, "gap_tolerance": _join(inputs, "gap_tolerance", sizes)}
     places = {
         name: buffer.add([fields[name]] if name in fields else [], _DTYPES.get(name, np.float32))
         for name in BATCH_FIELDS
