@@ -49,3 +49,13 @@ def test_a_run_by_rewards_that_is_killed_ends_bit_equal_to_one_that_is_not(place
     # Sampler and trainer differ by rounding alone, which limits no weight.
     assert [line["values"]["sampler_gap"] for line in metrics(run)[1:]] == [0.0] * STEPS
     assert [line["values"]["limited_share"] for line in metrics(run)[1:]] == [0.0] * STEPS
+
+
+def test_a_run_whose_answers_all_earn_the_same_ends_and_says_so(place: Path) -> None:
+    text = (place / "grpo.toml").read_text(encoding="utf-8").replace("rewards.py:digits", "exact")
+    (place / "vain.toml").write_text(text + "\n[grpo]\npatience = 2\n", encoding="utf-8")
+    done = train(place, "vain.toml", "--folder", "vain")
+    assert done.returncode == 0, done.stderr
+    # The step after these two was sent before their metrics were read.
+    assert "finished after step 3: nothing to learn from: in 2 steps all answers" in done.stdout
+    assert (place / "vain" / "adapter" / "adapter_model.safetensors").is_file()

@@ -46,6 +46,30 @@ def test_advantages_are_over_the_mean_of_the_group() -> None:
     assert group_advantages([1.0, 1.0], normalise=True) == [0.0, 0.0]
 
 
+def steps_of(*rewards: float, signal: bool) -> list[dict[str, float]]:
+    return [{"reward": each, "no_signal_share": 0.5 if signal else 1.0} for each in rewards]
+
+
+def test_a_run_without_signal_ends_and_says_so() -> None:
+    method = reinforcement(RecipeReinforcement(patience=3))
+    silent = steps_of(0.0, 0.0, 0.0, signal=False)
+    assert method.stop_reason(silent) == (
+        "nothing to learn from: in 3 steps all answers to a prompt earned the same, 0 in the mean"
+    )
+    assert not method.stop_reason(silent[:2])
+    assert not method.stop_reason([*silent, *steps_of(0.1, signal=True), *silent[:2]])
+    assert not reinforcement(RecipeReinforcement(patience=0)).stop_reason(silent * 9)
+
+
+def test_a_reward_that_did_not_rise_is_named_at_the_end() -> None:
+    method = reinforcement(RecipeReinforcement())
+    assert method.outcome(steps_of(0.2, 0.5, 0.5, 0.2, signal=True)) == (
+        "the reward did not rise: 0.2 in the first quarter of the steps, 0.2 in the last"
+    )
+    assert not method.outcome(steps_of(0.2, 0.1, 0.1, 0.3, signal=True))
+    assert not method.outcome(steps_of(0.2, 0.1, 0.0, signal=True)), "too few steps to say"
+
+
 @pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3])
 def test_a_group_of_equal_rewards_has_no_advantage_by_rounding(reward: float) -> None:
     for size in range(2, 50):
@@ -105,6 +129,17 @@ def test_a_reward_may_be_a_function_of_a_file(tmp_path: Path) -> None:
     for check, problem in (("mine.py:long", "has no function 'long'"), ("no.py:x", "there is no Python file")):
         with pytest.raises(StrataError, match=problem):
             load_reward(RecipeReward(check=check), tmp_path)
+
+
+def reinforcement(grpo: RecipeReinforcement) -> ReinforcementTraining:
+    return ReinforcementTraining(
+        examples=[],
+        evaluation=[],
+        recipe=Recipe(kind="grpo", data=RecipeData(path="x"), grpo=grpo),
+        renderer=Renderer(train_tokenizer(512)),
+        reward=load_reward(RecipeReward(), Path()),
+        reference=None,
+    )
 
 
 def test_a_reward_does_not_see_the_text_that_has_stopped_the_answer() -> None:

@@ -53,6 +53,14 @@ class TrainingMethod(ABC, Generic[Example]):
     @abstractmethod
     def evaluate(self, model: Model) -> Metrics: ...
 
+    def stop_reason(self, _steps: Sequence[Metrics]) -> str:
+        """Says why another step would teach nothing, by the metrics of those until now; empty if it may."""
+        return ""
+
+    def outcome(self, _steps: Sequence[Metrics]) -> str:
+        """Says what a reader of the metrics should not miss at the end; mostly empty."""
+        return ""
+
 
 def read_after(passes: Sequence[Future[Any]], metrics: Metrics) -> ReadMetrics:
     """Metrics that are known already, once these passes have succeeded."""

@@ -154,6 +154,8 @@ class RecipeReinforcement(_Section, frozen=True, kw_only=True):
     """Whether a token or a whole answer is held to the limit."""
     correction_limit: AboveOne = 2.0
     """The largest importance weight; the smallest that is not masked is one by it."""
+    patience: Whole = 20
+    """Stop after so many steps in a row in which no group had different rewards; 0: never stop early."""
 
 
 class RecipeReward(_Section, frozen=True, kw_only=True):
@@ -221,7 +223,8 @@ _OF_KINDS: Final[Mapping[str, Collection[str]]] = {
     "distill": ("distill",),
 }
 """Sections that only some kinds have."""
-_ADDED: Final = ("correction", "correction_level", "correction_limit")
+_CORRECTION: Final = ("correction", "correction_level", "correction_limit")
+_ADDED: Final = (*_CORRECTION, "patience")
 """Settings of `grpo` after 0.2.0, which wrote this section into the records of all kinds: runs of the others have none
 of these, so that they go on."""
 
@@ -279,7 +282,7 @@ def _conflicts(recipe: Recipe) -> list[tuple[tuple[str, ...], str]]:
     if recipe.kind == "grpo" and reward.check not in ("exact", "number", "regex") and ":" not in reward.check:
         found.append((("reward", "check"), 'expected "exact", "number", "regex" or "FILE.py:FUNCTION"'))
     defaults = RecipeReinforcement()
-    corrected = [name for name in _ADDED if getattr(recipe.grpo, name) != getattr(defaults, name)]
+    corrected = [name for name in _CORRECTION if getattr(recipe.grpo, name) != getattr(defaults, name)]
     if corrected and recipe.grpo.loss != "importance_sampling":
         bounds = f"{recipe.grpo.loss} limits the ratio to the sampler itself"
         found.append((("grpo", corrected[0]), f"only importance_sampling takes it: {bounds}"))

@@ -24,6 +24,9 @@ TOLERANCE_NATS: Final = 1e-3
 """A smaller gap is rounding, whose correction changes a weight by a thousandth. It is not corrected: what rounds
 otherwise in each run would make each run another one."""
 REPORTED_DECIMALS: Final = 4
+NO_SIGNAL: Final = "no_signal_share"
+"""The share of the groups whose answers all earned the same: their advantages are 0, and no pass has them, unless
+moving away from the reference has a price."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,7 @@ class ReinforcementTraining(TrainingMethod[PromptRow]):
         drawn = [each for group in groups for each in group]
         metrics = {
             "reward": fmean(value for group in rewards for value in group),
+            NO_SIGNAL: fmean(min(group) == max(group) for group in rewards),
             "answer_tokens": fmean(len(each.sample.tokens) for each in drawn),
         }
         advantages = [value for group in rewards for value in group_advantages(group, normalise=self._normalise)]
@@ -72,6 +76,24 @@ class ReinforcementTraining(TrainingMethod[PromptRow]):
     def evaluate(self, model: Model) -> Metrics:
         answers = draw_likeliest(model.sampler().result(), self.evaluation, self.recipe.sampling)
         return {self.judged: fmean(self.reward_of(each) for each in answers)}
+
+    def stop_reason(self, steps: Sequence[Metrics]) -> str:
+        patience = self.recipe.grpo.patience
+        last = steps[-patience:]
+        if not 0 < patience <= len(steps) or any(each[NO_SIGNAL] < 1.0 for each in last):
+            return ""
+        reward = fmean(each["reward"] for each in last)
+        same = f"in {patience} steps all answers to a prompt earned the same, {reward:g} in the mean"
+        return f"nothing to learn from: {same}"
+
+    def outcome(self, steps: Sequence[Metrics]) -> str:
+        quarter = len(steps) // 4
+        if not quarter:
+            return ""
+        first, last = (fmean(each["reward"] for each in part) for part in (steps[:quarter], steps[-quarter:]))
+        if last > first:
+            return ""
+        return f"the reward did not rise: {first:.3g} in the first quarter of the steps, {last:.3g} in the last"
 
     @property
     def _normalise(self) -> bool:

@@ -132,20 +132,25 @@ class RecipeTrainer:
         record = self._record
         if self._method.evaluation and not record.state:
             self._write_line(MetricLine(step=0, values=self._evaluate(0)))
-        reason = self._early_stop()
+        reason = self._early_stop() or self._method.stop_reason(self._steps)
         step = record.step
         while not reason and step < record.steps:
             self._send_step(step)
             step += 1
             evaluated = self._evaluation_due(step)
             saved = step % save_interval(record.steps, self._recipe.train) == 0 or step == record.steps
-            while len(self._sent) > (0 if evaluated or saved else AHEAD - 1):
-                self._read_step()
-            if evaluated and (reason := self._early_stop()):
-                saved = True
+            self._read_steps(0 if evaluated or saved else AHEAD - 1)
+            if self._method.stop_reason(self._steps):
+                # Decided when all that was sent is known, as a run that continues after the saved state decides it.
+                self._read_steps()
+                reason = self._method.stop_reason(self._steps)
+            if evaluated and not reason:
+                reason = self._early_stop()
+            saved = saved or bool(reason)
             if saved:
                 self._save_state(step)
-        self._finish(reason or "all steps are done")
+        outcome = self._method.outcome(self._steps)
+        self._finish("; ".join(each for each in (reason or "all steps are done", outcome) if each))
         if self._tracker is not None:
             self._tracker.close()
         return self._record
@@ -190,6 +195,14 @@ class RecipeTrainer:
 
         read = self._method.step(StepContext(self._model, step, optimise, self._rollouts))
         self._sent.append((step, read, steps))
+
+    @property
+    def _steps(self) -> list[Mapping[str, float]]:
+        return [line.values for line in self._lines if line.step]
+
+    def _read_steps(self, left: int = 0) -> None:
+        while len(self._sent) > left:
+            self._read_step()
 
     def _read_step(self) -> None:
         step, read, steps = self._sent.popleft()
