@@ -182,6 +182,13 @@ TRAINING: Final = (
         ("model.offload", "strata plan --offload"),
     ),
     _training("model families", "core", "pr", "train_runner/test_families.py", "tiny models in float32, one CPU rank"),
+    _training(
+        "model families with one document per row",
+        "experimental",
+        "pr",
+        "train_runner/test_families.py",
+        "tiny models in float32, CPU ranks, without the kernels for CUDA",
+    ),
     _training("built-in sampler", "core", "pr", "train_sampler", marks=("sampling",)),
     _training("snapshots and replay", "core", "pr", "train_orchestrator"),
     _training("deterministic kernels (ranks.deterministic)", "supported", "pr", "train_runner/test_determinism.py"),

@@ -96,8 +96,8 @@ def list_(folders: tuple[Path, ...], output: Format) -> None:
     """
     _require_hub()
     from strata.cli.fleet.client import format_bytes
+    from strata.train.families import family_of, support_of
     from strata.train.hugging_face import list_cached, list_folder
-    from strata.train.plan.model_check import family_of, support_of
 
     columns = (
         Column("model", identifies=True),
@@ -130,8 +130,9 @@ def check(model: str, ranks: int | None, output: Format) -> None:
 
     MODEL is a folder or an id in the Hugging Face cache. Only the heads of its files are read. Settings are those that
     a server of this machine would choose. Memory is of each device: to start with, and with every adapter in use and a
-    full KV cache. Exit status 2 if its family is refused, or if its chat template renders one message only beyond the
-    limits of a server.
+    full KV cache. 'experimental' is a family that was equal to the unmodified model on CPUs, one document per row. Exit
+    status 2 if its family is refused or unproven, or if its chat template renders one message only beyond the limits of
+    a server.
     """
     _require_hub()
     import msgspec
@@ -148,6 +149,8 @@ def check(model: str, ranks: int | None, output: Format) -> None:
         _print_report(report, output)
     if report.support == "no":
         raise StrataError(Code.UNSUPPORTED, report.why)
+    if report.support == "unproven":
+        raise StrataError(Code.UNSUPPORTED, f"no test has trained it: {report.why}")
     _try_chat(model)
 
 
@@ -172,10 +175,12 @@ def _print_report(report: Any, output: Format) -> None:
     from strata.cli.fleet.client import format_bytes
     from strata.train.plan.defaults import settings_lines
 
-    proven = {"yes": "supported", "no": "refused", "unproven": "unproven"}[report.support]
+    proven = {"yes": "supported", "no": "refused"}.get(report.support, report.support)
     print_error(f"{report.family}: {proven}, {report.parameters:,} parameters")
     if report.lora:
         print_error(f"LoRA trains {report.lora}; built-in sampler: {report.sampler}")
+    if report.rows:
+        print_error(report.rows)
     if report.towers and report.support != "no":
         print_error(f"it is trained on text alone, and its {', '.join(report.towers)} never")
     if report.support == "unproven":
@@ -183,7 +188,7 @@ def _print_report(report: Any, output: Format) -> None:
             "no test has compared it with the unmodified model; 'strata serve' does when it starts, and refuses it if "
             "the two differ"
         )
-    elif report.why and report.support == "yes":
+    elif report.why and report.support != "no":
         print_error(report.why)
     if report.support != "no":
         for setting, text in report.groups.items():

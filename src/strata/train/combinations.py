@@ -14,6 +14,7 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.train.core.model_options import OptimizerName
+from strata.train.families import support_of
 from strata.train.parallel import ParallelSettings
 from strata.train.plan.quantisation import Quantise
 
@@ -23,6 +24,8 @@ EXPERT_FAMILIES: Final = frozenset({"qwen3_moe", "gpt_oss", "deepseek_v3"})
 TENSOR_FAMILIES: Final = frozenset({"llama", "qwen3", "gemma3_text"}) | EXPERT_FAMILIES
 PIPELINE_FAMILIES: Final = frozenset({"llama", "qwen3", "gemma3_text", "qwen3_moe"})
 CONTEXT_FAMILIES: Final = TENSOR_FAMILIES | {"gemma2"}
+
+ONE_DOCUMENT: Final = "one document per row"
 
 
 class PairRow(NamedTuple):
@@ -114,6 +117,12 @@ PAIRS: Final = (
         "attn_temperature_tuning",
         "attn_temperature_tuning scales by the place in a row, and a rank has a slice",
     ),
+    PairRow(
+        "parallel.context",
+        ONE_DOCUMENT,
+        "layers of this family follow a document from its first token on, and a rank has a slice",
+    ),
+    PairRow("model.compile", ONE_DOCUMENT, "layers of families that take one document per row were not compiled"),
     PairRow("model.training", "the optimizer muon", "all weights of a model are stepped with AdamW"),
 )
 FAMILIES: Final = (
@@ -183,6 +192,7 @@ class Combination(msgspec.Struct, frozen=True, kw_only=True):
             "quantised files": bool(config.get("quantization_config")),
             "attn_temperature_tuning": is_tuned,
             "the optimizer muon": self.optimizer == "muon",
+            ONE_DOCUMENT: support_of(self.family).rows != "packed",
             **dict.fromkeys((f"rotary embeddings of type {kind}" for kind in _rope_types(text)), True),
         }
         return {**self.parallel.features, **{name: value for name, value in optional.items() if value}}

@@ -10,6 +10,7 @@ from strata.base.errors import Code, StrataError
 from strata.train.combinations import (
     CONTEXT_FAMILIES,
     FAMILIES,
+    ONE_DOCUMENT,
     PAIRS,
     TENSOR_FAMILIES,
     Combination,
@@ -31,6 +32,7 @@ USES: Final[dict[str, dict[str, Any]]] = {
     "the optimizer muon": {"optimizer": "muon"},
     "quantised files": {"config": {"model_type": "qwen3", "quantization_config": {"bits": 4}}},
     "attn_temperature_tuning": {"config": {"model_type": "qwen3", "attn_temperature_tuning": True}},
+    ONE_DOCUMENT: {"config": {"model_type": "bamba"}},
     **{
         f"rotary embeddings of type {kind}": {"config": {"model_type": "qwen3", "rope_scaling": {"type": kind}}}
         for kind in ("dynamic", "longrope")

@@ -69,6 +69,18 @@ def test_rows_are_packed_within_the_limit_and_journaled_before_they_run() -> Non
     assert [list(rank) for rank in fact.rows] == [[list(row) for row in rank] for rank in reply.dispatch.rows]
 
 
+def test_documents_that_would_change_each_other_get_a_row_each_and_a_replay_gets_the_same_rows() -> None:
+    server = Server(max_tokens_per_row=1_000)
+    server.accept(forward_backward(server.model(), 1, [30, 300, 1, 1]), forward_backward(server.model(1), 1, [40]))
+    reply = server.ask(DispatchNext(2, 1_000, 0.0, one_document_per_row=True)).reply
+    assert isinstance(reply, Dispatching)
+    rows = [[list(row) for row in rank] for rank in reply.dispatch.rows]
+    assert sorted(len(row) for rank in rows for row in rank) == [0, 1, 1, 1, 1, 1]
+    server.restart(from_snapshot=False)
+    (again,) = server.state.dispatches.values()
+    assert [[list(row) for row in rank] for rank in again.rows] == rows
+
+
 def test_no_limit_is_any_length_up_to_that_of_the_model() -> None:
     check_lengths([[999]], 1_000)
     with pytest.raises(StrataError, match="999 tokens") as caught:

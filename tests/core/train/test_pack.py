@@ -45,6 +45,21 @@ def test_no_row_is_longer_than_allowed_unless_one_datum_is(lengths: list[list[in
         assert all(weight <= capacity or len(row) == 1 for row, weight in zip(rank, of_rank, strict=True))
 
 
+@given(items, ranks, st.integers(1, 4))
+def test_one_document_per_row_is_one_even_of_a_group(lengths: list[list[int]], count: int, group: int) -> None:
+    made = pack(
+        lengths,
+        ranks=count,
+        max_tokens_per_row=2 * CONTEXT,
+        max_context=CONTEXT,
+        group_sizes=[group] * len(lengths),
+        one_document_per_row=True,
+    )
+    assert max(len(row) for rank in made.rows for row in rank) == 1
+    assert sum(len(row) for rank in made.rows for row in rank) == sum(map(len, lengths))
+    assert len({len(rank) for rank in made.rows}) == 1
+
+
 @given(items, ranks, capacities)
 def test_there_are_not_half_again_as_many_rows_as_the_best_packing_has(
     lengths: list[list[int]], count: int, capacity: int

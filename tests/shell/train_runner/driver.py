@@ -124,6 +124,7 @@ class Driver:
         self.generation += 1
         attached = self.say(commands.Attach(self.generation, "train/kit"))
         assert isinstance(attached, commands.AttachReply), attached
+        self.layout = apart if attached.model.one_document_per_row else packed
         return attached
 
     def say(self, message: commands.ToRank) -> commands.FromRank:
@@ -156,7 +157,7 @@ class Driver:
         loss: model_options.LossName = model_options.LossName.CROSS_ENTROPY,
         config: Mapping[str, float] | None = None,
         forward_only: bool = False,
-        layout: Layout = packed,
+        layout: Layout | None = None,
         custom: CustomLoss | None = None,
     ) -> Sequence[ops.Result]:
         """One pass with one item for each (model, datums)."""
@@ -166,7 +167,8 @@ class Driver:
             )
             for number, (model, datums) in enumerate(items)
         ]
-        return self.do(commands.PassCommand(forward_only, made, layout([datums for _, datums in items], self.ranks)))
+        rows = (layout or self.layout)([datums for _, datums in items], self.ranks)
+        return self.do(commands.PassCommand(forward_only, made, rows))
 
     def train(self, model: str, datums: Sequence[ops.Datum], **options: Any) -> ops.PassResult:
         (result,) = self.passes((model, datums), **options)

@@ -26,6 +26,7 @@ from strata.train.peft.layers import is_text
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora.targets import targets_of
 from strata.train.runner.model.base import BaseModel
+from strata.train.runner.model.startup_check import unpack_row
 from strata.train.runner.passes.logprobs import PackedRow
 from strata.train.runner.sampling.inference_model import InferenceModel, verify_decode_matches_training
 from strata.train.runner.settings import RunnerSettings
@@ -36,7 +37,7 @@ DOCUMENT: Final = Path(__file__).parents[3] / "docs" / "families.md"
 DATA: Final = Path(__file__).parents[3] / "src" / "strata" / "train" / "families.json"
 BEGIN: Final = "<!-- families: begin -->"
 END: Final = "<!-- families: end -->"
-HEADING: Final = ("family", "result", "LoRA", "built-in sampler", "why")
+HEADING: Final = ("family", "result", "rows", "LoRA", "built-in sampler", "why")
 NATS: Final = 1e-4
 LENGTHS: Final = [23, 1, 14, 5]
 """Of documents in one row. The longest is longer than two of the windows and chunks of the tiny models."""
@@ -48,13 +49,14 @@ class Outcome:
     family: str
     result: str
     """`equal`, `refused`, or `not built`: transformers itself makes or runs no tiny model of it here."""
+    rows: str = ""
     lora: str = ""
     sampler: str = ""
     why: str = ""
 
     @property
     def row(self) -> str:
-        cells = (self.family, self.result, self.lora, self.sampler, self.why.replace("|", "/"))
+        cells = (self.family, self.result, self.rows, self.lora, self.sampler, self.why.replace("|", "/"))
         return "| " + " | ".join(cells) + " |"
 
 
@@ -94,7 +96,7 @@ def outcome_of(family: str, folder: Path, ranks: RankGroup, training: Any = "lor
             return Outcome(family, "refused", why=_sentence(str(error)))
         apart = float((all_logprobs(base) - reference).abs().max())
         assert apart <= NATS, f"{family} was accepted and is off by {apart:.2g} nats"
-        return Outcome(family, "equal", *_uses(base, ranks))
+        return Outcome(family, "equal", base.rows, *_uses(base, ranks))
 
 
 def base_of(folder: Path, ranks: RankGroup, training: Any = "lora") -> BaseModel:
@@ -103,15 +105,21 @@ def base_of(folder: Path, ranks: RankGroup, training: Any = "lora") -> BaseModel
 
 @torch.no_grad()
 def all_logprobs(base: BaseModel) -> torch.Tensor:
-    """What `reference_logprobs` is, by our pass over one packed row."""
+    """What `reference_logprobs` is, by our pass."""
     logit_indices = torch.arange(sum(LENGTHS)).repeat_interleave(base.vocabulary)
     targets = torch.arange(base.vocabulary).repeat(sum(LENGTHS))
     row = PackedRow(tokens=tokens(), documents=list(LENGTHS), spans=(), logit_indices=logit_indices, targets=targets)
-    return base.logprobs(row).view(-1, base.vocabulary)
+    return logprobs_of(base, row).view(-1, base.vocabulary)
+
+
+def logprobs_of(base: BaseModel, row: PackedRow) -> torch.Tensor:
+    """Those of a packed row, or of a row for each of its documents where the model takes no more."""
+    rows = [row] if base.rows == "packed" else unpack_row(row)
+    return torch.cat([base.logprobs(each) for each in rows])
 
 
 def gradients(base: BaseModel) -> dict[str, torch.Tensor]:
-    """Of all weights, of log probabilities with a weight each, by our pass over one packed row."""
+    """Of all weights, of log probabilities with a weight each, by our pass."""
     content = tokens()
     row = PackedRow(
         tokens=content,
@@ -120,7 +128,7 @@ def gradients(base: BaseModel) -> dict[str, torch.Tensor]:
         logit_indices=torch.arange(len(content)),
         targets=content.roll(-1),
     )
-    (base.logprobs(row) * _loss_weights()).sum().backward()  # type: ignore[no-untyped-call]
+    (logprobs_of(base, row) * _loss_weights()).sum().backward()  # type: ignore[no-untyped-call]
     return {
         name: torch.zeros(parameter.shape) if parameter.grad is None else _whole(parameter.grad)
         for name, parameter in _text_parameters(base.lm)
@@ -206,7 +214,7 @@ def as_data(lines: Iterable[str]) -> bytes:
     found = {}
     for line in lines:
         family, *cells = (cell.strip() for cell in line.removeprefix("| ").removesuffix(" |").split(" | "))
-        named = zip(("result", "lora", "sampler", "why"), cells, strict=True)
+        named = zip(("result", "rows", "lora", "sampler", "why"), cells, strict=True)
         found[family] = {name: cell for name, cell in named if cell}
     return json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n"
 

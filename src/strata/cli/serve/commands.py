@@ -55,6 +55,7 @@ def run(config: str, *, make_keys: bool) -> None:
     for module in ("zmq", "starlette"):
         require(module, extra="train")
     from strata.base.settings import process_environment
+    from strata.train.families import support_of
     from strata.train.link.keys import make_first_keys
     from strata.train.plan.defaults import resolve_settings
     from strata.train.plan.devices import read_machine
@@ -70,12 +71,15 @@ def run(config: str, *, make_keys: bool) -> None:
         require("torch", extra="train")
     configure_log(settings.server.log_format, settings.server.log_level)
     machine = read_machine(process_environment())
-    resolution = resolve_settings(settings, machine, find_model_files(settings.model.path))
+    files = find_model_files(settings.model.path)
+    resolution = resolve_settings(settings, machine, files)
     settings = resolution.settings
     model, ranks = settings.model.base_model, _ranks(settings)
     # Before the imports of the launcher, which take seconds.
     print_error(f"strata serve: loading the model {model} on {ranks}; Ctrl-C stops it")
     for sentence in resolution.sentences():
+        print_error(f"strata serve: {sentence}")
+    if files is not None and (sentence := support_of(str(files.config.get("model_type"))).row_sentence):
         print_error(f"strata serve: {sentence}")
     from strata.train.launch.launcher import run_launcher
 

@@ -61,6 +61,7 @@ def screen(status: ServerStatus, *, wide: bool = False, rows: int | None = None)
 
 def _head(status: ServerStatus) -> str:
     described = [status.arch, status.training, _parameters(status.parameters)] if status.arch else [status.training]
+    described += ["one document per row"] if status.one_document_per_row else []
     return f"{status.base_model} ({', '.join(described)}): {_ranks(status)}"
 
 

@@ -177,6 +177,8 @@ class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parameters: int
     row_tokens: int = 0
     """Tokens of one row that fit into the memory of every rank: measured, or from the settings; 0 if unknown."""
+    one_document_per_row: bool = False
+    """Documents in one row would change each other, as the start-up check found or the family is known for."""
 
 
 class DispatchCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="command"):

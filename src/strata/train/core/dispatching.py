@@ -93,6 +93,7 @@ def _packed(state: TrainState, chosen: list[_Chosen], request: DispatchNext) -> 
         max_tokens_per_row=capacity,
         max_context=request.max_context,
         group_sizes=[operation.group_size for operation in passes],
+        one_document_per_row=request.one_document_per_row,
     )
 
 

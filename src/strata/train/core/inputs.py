@@ -37,6 +37,8 @@ class DispatchNext:
     at_s: float
     row_tokens: int = 0
     """Tokens of a row that fit into the memory of a rank; 0 is any number."""
+    one_document_per_row: bool = False
+    """The layers of the model carry state from a document into the next: nothing is packed."""
 
 
 @dataclass(frozen=True)

@@ -39,12 +39,16 @@ def pack(
     max_tokens_per_row: int,
     max_context: int,
     group_sizes: Sequence[int] | None = None,
+    one_document_per_row: bool = False,
 ) -> Packed:
     """`items[i]` are the lengths of the datums of operation i. INVALID if one is longer than the model can take.
 
     The datums of a group stay together if a row holds them all.
     """
     check_lengths(items, max_context)
+    if one_document_per_row:
+        # A row is full with any datum, so each gets one of its own.
+        max_tokens_per_row = 1
     pieces = [
         piece
         for item, lengths in enumerate(items)

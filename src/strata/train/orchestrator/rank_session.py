@@ -202,7 +202,9 @@ class RankSession:
             store.dispatchable.clear()
             now_s = store.clock.wall_s()
             model = self._attached.model
-            request = DispatchNext(ranks, model.max_context, now_s, self._rows.of(model.row_tokens))
+            request = DispatchNext(
+                ranks, model.max_context, now_s, self._rows.of(model.row_tokens), model.one_document_per_row
+            )
             decision = await store.commit(request)
             if isinstance(decision.reply, Dispatching):
                 failpoint("train.orchestrator.dispatch_durable")

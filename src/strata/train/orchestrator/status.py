@@ -129,6 +129,7 @@ def _server_status(
         arch=model.arch if model else "",
         training=settings.model.training,
         parameters=model.parameters if model else 0,
+        one_document_per_row=model is not None and model.one_document_per_row,
         ranks=_describe_ranks(context, healthy),
         models=sum(1 for _ in resident_models(state)),
         slots=model.slots if model else settings.model.slots,

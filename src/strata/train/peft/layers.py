@@ -8,8 +8,12 @@ from typing import Final, Literal
 
 Kind = Literal["attn", "mlp", "unembed"]
 
-ATTENTION: Final = frozenset({"attention", "attn", "self_attention", "self_attn"})
+ATTENTION: Final = frozenset({"attention", "attn", "linear_attn", "self_attention", "self_attn"})
 """Names of a layer's attention module in the model families. Every linear layer inside is a projection."""
+MIXERS: Final = frozenset({"conv", "mamba", "mixer"})
+"""Names of modules that may be state-space layers or short convolutions in the place of attention. Their kernels read
+the weights of other layers than `MIXED` without calling the layer, where an adapter would have no effect."""
+MIXED: Final = frozenset({"in_proj", "k_proj", "o_proj", "q_proj", "v_proj"})
 MLP: Final = frozenset(
     {
         "c_fc", "c_proj", "dense_4h_to_h", "dense_h_to_4h", "down_proj", "fc1", "fc2", "fc_in", "fc_out", "gate_proj",
@@ -61,7 +65,7 @@ def kind_of(target: str) -> Kind | None:
     above, last = target.split(".")[:-1], target.rpartition(".")[2]
     if not is_text(target):
         return None
-    if ATTENTION.intersection(above):
+    if ATTENTION.intersection(above) or (last in MIXED and MIXERS.intersection(above)):
         return "attn"
     if target in HEADS:
         return "unembed"

@@ -9,41 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
-from importlib.resources import files
-from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.train.combinations import assess_groups
+from strata.train.families import Support, family_of, support_of
 from strata.train.hugging_face import find_folder
 from strata.train.peft.layers import TOWERS
 from strata.train.plan.defaults import Choice, resolve_settings
 from strata.train.plan.device_values import Dtype
 from strata.train.plan.devices import Hardware, repeated
 from strata.train.plan.model_cost import estimate
-from strata.train.plan.model_files import ModelFiles, read_config, read_model_files
+from strata.train.plan.model_files import ModelFiles, read_model_files
 from strata.train.plan.quantisation import Quantise
 from strata.train.settings import LimitSettings, ModelSettings, RankSettings, ServerSection, ServerSettings
-
-FAMILIES: Final = "families.json"
-"""A file in the package `strata.train`; `make families` writes it."""
-Support = Literal["yes", "no", "unproven"]
-
-
-class FamilyOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the tests of this version found for a family."""
-
-    result: Literal["equal", "refused", "not built"]
-    lora: str = ""
-    sampler: str = ""
-    why: str = ""
-
-    @property
-    def support(self) -> Support:
-        return {"equal": "yes", "refused": "no", "not built": "unproven"}[self.result]  # type: ignore[return-value]
 
 
 class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +44,8 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     support: Support
     why: str
     """Why a family is refused or unproven, or what adapters cannot train."""
+    rows: str
+    """What a server does otherwise for a family whose documents are not packed."""
     lora: str
     """The kinds of layers that adapters can be trained for."""
     towers: Sequence[str]
@@ -75,19 +58,6 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     settings: Sequence[Choice]
     """What a server of this machine would choose, with the reasons."""
     memory: Sequence[MemoryNeed]
-
-
-@cache
-def known_families() -> Mapping[str, FamilyOutcome]:
-    content = (files("strata.train") / FAMILIES).read_bytes()
-    return msgspec.json.decode(content, type=dict[str, FamilyOutcome])
-
-
-def support_of(family: str) -> FamilyOutcome:
-    unknown = FamilyOutcome(
-        result="refused", why=f"{family or 'a model without a family'} is no causal language model of transformers"
-    )
-    return known_families().get(family, unknown)
 
 
 def check_model_files(model: str, machine: Hardware, ranks: int | None = None) -> ModelReport:
@@ -112,6 +82,7 @@ def check_model_files(model: str, machine: Hardware, ranks: int | None = None) -
         family=family,
         support=outcome.support,
         why=outcome.why,
+        rows=outcome.row_sentence,
         lora=outcome.lora,
         towers=sorted({part for name in files.shapes for part in TOWERS.intersection(name.split("."))}),
         sampler=outcome.sampler,
@@ -134,10 +105,6 @@ def check_model_files(model: str, machine: Hardware, ranks: int | None = None) -
             ),
         ],
     )
-
-
-def family_of(folder: Path) -> str:
-    return str(read_config(folder).get("model_type", ""))
 
 
 def _settings(ranks: int | None, **model: Any) -> ServerSettings:

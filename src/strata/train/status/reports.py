@@ -204,6 +204,8 @@ class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     arch: str
     training: str
     parameters: int
+    one_document_per_row: bool = False
+    """Documents are not packed: they would change each other."""
     ranks: RanksStatus
     models: int
     slots: int

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from strata.base.errors import Code, StrataError
 from strata.train.core.model_options import LoraConfig
-from strata.train.peft.layers import ATTENTION, Kind, is_text, kind_of
+from strata.train.peft.layers import ATTENTION, MIXERS, Kind, is_text, kind_of
 from strata.train.runner.model.quantised import QuantisedLinear
 
 
@@ -112,13 +112,13 @@ def _text_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _unadaptable_attention(model: nn.Module) -> str:
-    """A matrix of attention, or an attention module under an unknown name."""
+    """A matrix of attention, or an attention module under an unknown name. A convolution is no matrix."""
     for name, module in _text_modules(model):
-        if type(module).__name__.endswith("Attention") and not ATTENTION.intersection(name.split(".")):
+        if type(module).__name__.endswith("Attention") and not (ATTENTION | MIXERS).intersection(name.split(".")):
             return str(name)
-        if ATTENTION.intersection(name.split(".")) and linear_shape(module) is None:
+        if ATTENTION.intersection(name.split(".")) and not (linear_shape(module) or isinstance(module, nn.Conv1d)):
             for last, parameter in module.named_parameters(recurse=False):
-                if parameter.ndim > 1:
+                if sum(size > 1 for size in parameter.shape) > 1:
                     return f"{name}.{last}"
     return ""
 

@@ -22,6 +22,7 @@ from strata.train.runner.model.attention_kernels import AttentionTerms, Document
 from strata.train.runner.model.context_parallel import WHOLE_ROWS, ContextParallel
 
 ATTENTION: Final = "strata_documents"
+LATER_TOKENS: Final = "its attention looks at later tokens"
 COMPUTED: Final = frozenset({"scaling", "softcap", "s_aux"})
 """Options that change the numbers, and are computed."""
 WITHOUT_EFFECT: Final = frozenset(
@@ -53,7 +54,7 @@ def describe_mask(*, mask_function: Callable[..., Any], attention_mask: Any = No
     parts = [_named(part) for part in _conjuncts(mask_function)]
     limits = {name: value for name, value in parts if value is not None}
     if not any(name == "causal_mask_function" for name, _ in parts):
-        raise _unsupported("its attention looks at later tokens")
+        raise _unsupported(LATER_TOKENS)
     reach = Reach(window=limits.get("sliding_window_overlay"), chunk=limits.get("chunked_overlay"))
     return None if reach == Reach() else reach
 
@@ -77,7 +78,7 @@ def _named(mask: Callable[..., Any]) -> tuple[str, int | None]:
         case "chunked_overlay":
             return name, int(_closure(mask)["chunk_size"])
         case "bidirectional_mask_function":
-            raise _unsupported("its attention looks at later tokens")
+            raise _unsupported(LATER_TOKENS)
     raise _unsupported(f"its attention mask has a part that is not known here, {name}")
 
 

@@ -13,28 +13,30 @@ from typing import Any, Final
 import msgspec
 import torch
 from torch.distributed.fsdp import FSDPModule
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.train.combinations import check_combination
 from strata.train.core.commands import ModelInfo
 from strata.train.core.model_options import LoraConfig, OptimizerName
+from strata.train.families import ROWS, Rows, family_of, support_of
+from strata.train.hugging_face import find_folder
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.lora.targets import require_targets, targets_of
 from strata.train.runner.mesh import blocks_of, make_mesh
-from strata.train.runner.model.attention import ATTENTION
 from strata.train.runner.model.compiled import compile_layers, keep_uncompiled, prepare_compiling
 from strata.train.runner.model.expert_parallel import ExpertParallel
-from strata.train.runner.model.loading import RankPart, build_skeleton, load_lm, load_sharded, tie_skeleton
+from strata.train.runner.model.loading import RankPart, auto_class, build_skeleton, load_lm, load_sharded, tie_skeleton
 from strata.train.runner.model.process_memory import free_bytes, release_memory
 from strata.train.runner.model.quantised import replace_layers
 from strata.train.runner.model.startup_check import (
     compute_reference,
     find_decoder,
+    find_rows,
     unsupported_errors,
-    verify_packing,
 )
 from strata.train.runner.passes.logprobs import PackedModel, PackedRow
 from strata.train.runner.settings import RunnerSettings
@@ -46,6 +48,8 @@ REDUCED_BYTES: Final = 4
 FLOAT32_BYTES: Final = 2 << 30
 """A model whose files are up to this size is loaded a second time, in float32, for the start-up check."""
 
+_log = log.get(__name__)
+
 
 class BaseModel:
     """The loaded and sharded model. All ranks construct it together.
@@ -54,7 +58,8 @@ class BaseModel:
     pass gives the same numbers.
     """
 
-    def __init__(self, settings: RunnerSettings, ranks: RankGroup) -> None:
+    def __init__(self, settings: RunnerSettings, ranks: RankGroup, rows: Rows = "packed") -> None:
+        """Faster forms of rows than `rows` are not tried."""
         self.settings = settings
         with ranks.collective_errors():
             if problem := settings.parallel.problem(ranks.size):
@@ -90,7 +95,12 @@ class BaseModel:
             # The reference has to be computed before the model gets its hooks.
             reference = compute_reference(self._unmodified_logits, self.vocabulary, ranks.device)
             self._add_hooks(self.lm)
-            verify_packing(reference, self._shared_logprobs, settings.dtype)
+            forms = ROWS[ROWS.index(rows) :] if self.lm._can_set_attn_implementation() else ROWS[-1:]
+            if getattr(text, "attention_type", "") == "block_sparse":
+                # Its code switches itself, for all that follows, to another attention after a short document.
+                raise StrataError(Code.UNSUPPORTED, "its attention changes with the documents before")
+            self.rows = find_rows(reference, self._checked_logprobs, settings.dtype, ranks, forms)
+            """What is in a row."""
             if not settings.full:
                 require_targets(self.all_stages)
 
@@ -142,9 +152,6 @@ class BaseModel:
         return packed
 
     def _add_hooks(self, lm: PreTrainedModel) -> None:
-        if not lm._can_set_attn_implementation():
-            raise StrataError(Code.UNSUPPORTED, "its attention is not one that can be replaced")
-        lm.set_attn_implementation(ATTENTION)
         compiles = self.settings.compile_folder is not None
         if not self.settings.full:
             self.adapters.add_hooks(lm, keep_uncompiled if compiles else lambda hook: hook)
@@ -212,9 +219,11 @@ class BaseModel:
         assert isinstance(logprobs, torch.Tensor)
         return context.join(logprobs, own, count) if self.mesh.stage.is_last else logprobs
 
-    def _shared_logprobs(self, row: PackedRow) -> torch.Tensor:
-        """Log probabilities on all stages, so that all of them decide alike."""
-        logprobs = self.logprobs(row)
+    def _checked_logprobs(self, row: PackedRow, form: Rows) -> torch.Tensor:
+        """Log probabilities with this form of rows, on all stages, so that all of them decide alike."""
+        with unsupported_errors(self.arch):
+            self.packed.use_attention(own=form == "own attention")
+            logprobs = self.logprobs(row)
         return self.mesh.stage.share(logprobs if self.mesh.stage.is_last else logprobs.new_zeros(len(row.targets)))
 
     def reduce_gradients(self, *, enabled: bool) -> None:
@@ -255,6 +264,7 @@ class BaseModel:
             max_lora_rank=settings.max_lora_rank,
             slots=1 if settings.full else settings.slots,
             parameters=self.parameters,
+            one_document_per_row=self.rows != "packed",
         )
 
 
@@ -263,7 +273,7 @@ def import_architecture(path: str) -> None:
     the model, if anything is."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        auto_class(config)._model_mapping[type(config)]
 
 
 def longest_context(config: PreTrainedConfig) -> int:
@@ -299,11 +309,18 @@ def move_buffers(lm: PreTrainedModel, device: torch.device) -> None:
 
 def load_base(settings: RunnerSettings, ranks: RankGroup) -> BaseModel:
     """Load and verify the base. In bfloat16, rounding hides small errors: if the model is small enough, the start-up
-    check runs first in float32, on a copy that is then freed."""
+    check runs first in float32, on a copy that is then freed. It could also hide what a document does to its neighbour
+    in a large model, so families that are known for it are not packed."""
+    folder = find_folder(settings.model)
+    rows: Rows = "packed" if folder is None else support_of(family_of(folder)).rows
     if settings.dtype == "bfloat16" and _affordable_in_float32(settings, ranks):
-        BaseModel(msgspec.structs.replace(settings, dtype="float32"), ranks)
+        precise = msgspec.structs.replace(settings, dtype="float32")
+        rows = BaseModel(precise, ranks, rows).rows
         release_memory()
-    return BaseModel(settings, ranks)
+    base = BaseModel(settings, ranks, rows)
+    if base.rows != "packed" and ranks.is_rank0:
+        _log.info("one_document_per_row", family=base.arch, rows=base.rows)
+    return base
 
 
 def _affordable_in_float32(settings: RunnerSettings, ranks: RankGroup) -> bool:

@@ -22,7 +22,15 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -57,15 +65,27 @@ _log = log.get(__name__)
 
 def load_lm(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """A causal language model from a local folder or the local cache: safetensors only, and no remote code."""
-    return _from_pretrained(AutoModelForCausalLM, path, dtype)
+    return _from_pretrained(auto_class(_read_config(path)), path, dtype)
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """What reads the files of a model. Of some families that take images there is no class of the text model alone."""
+    kind = type(config)
+    with_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if with_images else AutoModelForCausalLM
+
+
+def _read_config(path: str) -> PreTrainedConfig:
+    config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    return config
 
 
 def build_skeleton(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """The modules of a model with the shapes of its parameters, without memory for them."""
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config = _read_config(path)
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            skeleton = auto_class(config).from_config(
                 config, dtype=dtype, trust_remote_code=False, attn_implementation="eager"
             )
     except (OSError, ValueError) as error:

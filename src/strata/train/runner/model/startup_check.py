@@ -4,14 +4,16 @@ of failures.
 The reference is computed first, by the model as transformers has loaded it: its own eager attention and experts, its
 own head, no hooks, one document at a time, in evaluation mode (no dropout, no noise in a router; training computes in
 that mode too). If it is sharded already, its layers are gathered one after the other for that. Then the same model gets
-its hooks, and the documents go through it packed in one row. So no second copy of the weights is needed. A model whose
-log probabilities differ is rejected: it would silently train with wrong numbers.
+its hooks, and the documents go through it packed in one row. So no second copy of the weights is needed. If the log
+probabilities differ, a row for each document is tried, because layers that carry state over tokens carry it from a
+document into the next of a row; and then the family's own attention with a row for each document. A model whose log
+probabilities still differ is rejected: it would silently train with wrong numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,6 +23,10 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from strata.base.errors import Code, StrataError
+from strata.train.families import Rows
+from strata.train.runner.collectives import RankGroup
+from strata.train.runner.lora.hooks import slice_spans
+from strata.train.runner.model.attention import LATER_TOKENS
 from strata.train.runner.model.process_memory import is_out_of_memory
 from strata.train.runner.passes.logprobs import PackedRow
 
@@ -132,19 +138,34 @@ def find_decoder(skeleton: Any) -> str:
 
 
 @torch.no_grad()
-def verify_packing(reference: Reference, logprobs: Callable[[PackedRow], torch.Tensor], dtype: str) -> None:
-    """UNSUPPORTED, with what differs and by how much. All ranks call this together."""
-    row = reference.row
-    packed = logprobs(row)
-    if _within_tolerance(packed, reference.logprobs, dtype):
-        return
-    unpacked = torch.cat([logprobs(document) for document in _unpack(row)])
-    if _within_tolerance(unpacked, reference.logprobs, dtype):
-        what, other = "neighbours in a row change a document", unpacked
-    else:
-        what, other = "its log probabilities are not those of the unmodified model", reference.logprobs
-    difference = float((packed - other).abs().max())
-    raise StrataError(Code.UNSUPPORTED, f"{what} (off by {difference:.2g} nats)")
+def find_rows(
+    reference: Reference,
+    compute: Callable[[PackedRow, Rows], torch.Tensor],
+    dtype: str,
+    ranks: RankGroup,
+    forms: Sequence[Rows],
+) -> Rows:
+    """Returns the first of these forms of rows with which the model is the unmodified one. UNSUPPORTED if it is with
+    none, with the reason of the last. All ranks call this together and decide alike."""
+    failure: StrataError | None = None
+    for form in forms:
+        rows = [reference.row] if form == "packed" else list(unpack_row(reference.row))
+        try:
+            failure = _difference(torch.cat([compute(row, form) for row in rows]), reference.logprobs, dtype)
+        except StrataError as error:
+            if error.code is not Code.UNSUPPORTED or LATER_TOKENS in error.message:
+                raise
+            failure = error
+        if not ranks.all_reduce_any([failure is not None])[0]:
+            return form
+    raise failure or StrataError(Code.UNSUPPORTED, "another rank computes other log probabilities")
+
+
+def _difference(computed: torch.Tensor, expected: torch.Tensor, dtype: str) -> StrataError | None:
+    if _within_tolerance(computed, expected, dtype):
+        return None
+    what = "its log probabilities are not those of the unmodified model"
+    return StrataError(Code.UNSUPPORTED, f"{what} (off by {float((computed - expected).abs().max()):.2g} nats)")
 
 
 def _within_tolerance(computed: torch.Tensor, expected: torch.Tensor, dtype: str) -> bool:
@@ -153,7 +174,7 @@ def _within_tolerance(computed: torch.Tensor, expected: torch.Tensor, dtype: str
     return math.isfinite(largest) and largest <= TOLERANCE[dtype] and mean <= MEAN_TOLERANCE[dtype]
 
 
-def _unpack(row: PackedRow) -> Iterator[PackedRow]:
+def unpack_row(row: PackedRow) -> Iterator[PackedRow]:
     """Each document as a row of its own."""
     start = 0
     for length in row.documents:
@@ -161,7 +182,7 @@ def _unpack(row: PackedRow) -> Iterator[PackedRow]:
         yield PackedRow(
             tokens=row.tokens[start : start + length],
             documents=[length],
-            spans=(),
+            spans=slice_spans(row.spans, start, start + length),
             logit_indices=row.logit_indices[here] - start,
             targets=row.targets[here],
         )

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from strata.base.errors import Code, StrataError
 from strata.train.runner.lora.hooks import Adapters, Span, slice_spans
-from strata.train.runner.model.attention import whole_row
+from strata.train.runner.model.attention import ATTENTION, whole_row
 from strata.train.runner.model.attention_kernels import Documents
 from strata.train.runner.model.context_parallel import ContextParallel
 from strata.train.runner.model.pipeline_parallel import PipelineStage
@@ -178,6 +178,7 @@ class PackedModel(nn.Module):
         self.adapters = Adapters()
         self.stage = stage
         self.context = context
+        self._own_attention = True
         config = lm.config.get_text_config(decoder=True)
         self._vocabulary, self._width = int(config.vocab_size), int(config.hidden_size)
         self._chunk = max(1, logits_bytes // (4 * self._vocabulary))
@@ -204,16 +205,16 @@ class PackedModel(nn.Module):
             return {"input_ids": tokens[None]}
         return {"inputs_embeds": self.stage.receive((1, len(tokens), self._width), tokens.device)}
 
+    def use_attention(self, *, own: bool) -> None:
+        """Computes with ours, which follows the documents of a row, or with the family's own, which takes one."""
+        if self._own_attention != own:
+            self.lm.set_attn_implementation("eager" if own else ATTENTION)
+            self._own_attention = own
+
     def forward(self, row: PackedRow) -> torch.Tensor:
         """The float32 log probability of each target of the row. Only the last stage has them; others return zeros."""
         chunks = self._chunks(row)
-        hidden = self._split.hidden(
-            **self._inputs(row.tokens),
-            attention_mask=whole_row(row.tokens),
-            position_ids=row.places.positions[None],
-            documents=row.places.attended,
-            context=self.context,
-        )
+        hidden = self._split.hidden(**self._inputs(row.tokens), **({} if self._own_attention else self._places(row)))
         if not self.stage.is_last:
             return self.stage.send(hidden[None], len(row.targets))
         if len(chunks) == 1:
@@ -232,6 +233,14 @@ class PackedModel(nn.Module):
                 )
             )
         return torch.cat(computed)
+
+    def _places(self, row: PackedRow) -> dict[str, Any]:
+        return {
+            "attention_mask": whole_row(row.tokens),
+            "position_ids": row.places.positions[None],
+            "documents": row.places.attended,
+            "context": self.context,
+        }
 
     def _chunks(self, row: PackedRow) -> list[tuple[slice, slice]]:
         """Tokens whose logits are computed together, and their targets."""

@@ -135,7 +135,15 @@ class PassRunner:
             rows.append([document for document in read if isinstance(document, PackedDocument)])
             failures += [failure for failure in read if isinstance(failure, ItemFailure)]
             failures += _check_groups(rows[-1])
+            failures += self._check_neighbours(rows[-1])
         return rows, failures
+
+    def _check_neighbours(self, row: Sequence[PackedDocument]) -> list[ItemFailure]:
+        """A journal may have rows that were packed with a release in which this family could be."""
+        if self._base.rows == "packed" or len(row) <= 1:
+            return []
+        message = "its row has other documents, and this model takes one document per row"
+        return [ItemFailure(each.item, each.datum, Code.UNSUPPORTED, message) for each in row]
 
     def _read(self, packed: PackedDatum, item: RankPassItem) -> PackedDocument | ItemFailure:
         """Validate one datum, on the host."""

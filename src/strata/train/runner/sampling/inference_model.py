@@ -50,6 +50,7 @@ from strata.train.runner.passes.logprobs import DecoderAndHead, PackedRow
 from strata.train.runner.sampling.kv_cache import SHORTEST_SLOT, DecodePlan, KVCache, KVPoolRows, PrefillPlan, Prompt
 
 ATTENTION: Final = "strata_sampling"
+ONLY_ATTENTION: Final = "the built-in sampler keeps nothing but keys and values of attention that it computes itself"
 CHECKED_PROMPT: Final = 7
 CHECKED_LENGTH: Final = 12
 """Tokens of the self-check that are prefilled, and all of its tokens."""
@@ -102,7 +103,9 @@ class InferenceModel:
         with torch.device("meta"):
             from_config: Any = type(lm)._from_config
             self._lm: PreTrainedModel = from_config(
-                copy.deepcopy(lm.config), attn_implementation=ATTENTION, dtype=dtype
+                copy.deepcopy(lm.config),
+                attn_implementation="eager" if base.rows == "own attention" else ATTENTION,
+                dtype=dtype,
             )
         if base.settings.quantise:
             replace_layers(self._lm, base.settings.quantise)
@@ -410,6 +413,8 @@ def verify_decode_matches_training(model: InferenceModel, base: BaseModel, devic
     verdict = assess(msgspec.structs.replace(base.settings.combination, samples=True))
     if verdict.level == "refused":
         return verdict.message
+    if base.rows != "packed":
+        return f"{base.arch} cannot be sampled here: {ONLY_ATTENTION}"
     tokens = torch.randint(base.vocabulary, (CHECKED_LENGTH,), generator=torch.Generator().manual_seed(1)).to(device)
     indices = torch.arange(CHECKED_LENGTH - 1, device=device)
     row = PackedRow(tokens=tokens, documents=[CHECKED_LENGTH], spans=(), logit_indices=indices, targets=tokens[1:])
