@@ -128,7 +128,11 @@ def test_what_is_trained_of_a_model_that_also_takes_images_is_said_in_words(cli:
     assert "gemma3: supported" in said
     assert "it is trained on text alone, and its vision_tower never" in said
     assert "no test has trained it" in checked("blt", status=2)
-    assert "qwen2_5_vl is no causal language model of transformers" in checked("qwen2_5_vl", status=2)
+    assert "qwen2_5_vl: supported" in checked("qwen2_5_vl")
+    assert "qwen3_5: experimental" in checked("qwen3_5")
+    assert "one document per row, not packed and so slower" in checked("qwen3_5")
+    assert "parallel.context: refused: layers of this family follow a document" in checked("qwen3_5")
+    assert "blip-2 is no causal language model of transformers" in checked("blip-2", status=2)
 
 
 def test_an_adapter_and_a_model_are_pushed_and_can_be_fetched_by_the_hubs_client(

@@ -47,6 +47,10 @@ NEWER: Final = f"transformers {'.'.join(transformers.__version__.split('.')[:2])
 EQUAL: Final = tuple(family for family, row in TABLE.items() if row.split("|")[2].strip() == "equal")
 ALONE: Final = tuple(family for family in EQUAL if TABLE[family].split("|")[3].strip() != "packed")
 """Equal with one document per row."""
+WITH_TOWERS: Final = (
+    "gemma3", "llama4", "moss_transcribe_diarize", "phi4_multimodal",
+    *(family for family in tiny_families.VISION if family in EQUAL and family not in ALONE),
+)  # fmt: skip
 DEEP: Final = {
     "aria_text": (True, True, True),
     "bamba": (True, True, True),
@@ -63,8 +67,10 @@ DEEP: Final = {
     "llama4_text": (True, False, True),
     "mimo_v2_flash": (True, True, True),
     "mixtral": (True, True, True),
+    "mistral3": (True, True, False),
     "phi": (True, True, True),
     "phimoe": (True, True, True),
+    "qwen2_5_vl": (True, True, True),
     "qwen3_5_text": (True, True, True),
     "qwen3_moe": (True, True, True),
     "starcoder2": (True, True, True),
@@ -173,7 +179,7 @@ def test_gradients_of_adapters_are_those_of_peft(base: BaseModel, ranks: RankGro
     assert apart_by({name.replace("default.", ""): value for name, value in gradients.items()}, own) < CLOSE
 
 
-@pytest.mark.parametrize("family", ["gemma3", "moss_transcribe_diarize", "phi4_multimodal", *ALONE])
+@pytest.mark.parametrize("family", [*WITH_TOWERS, *ALONE])
 @pytest.mark.filterwarnings("ignore")
 def test_every_layer_that_is_adapted_takes_part_in_a_pass_over_text(family: str) -> None:
     model = tiny_families.shape_of(family)

@@ -19,7 +19,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-FAMILIES: Final = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+VISION: Final = (
+    "aya_vision", "exaone4_5", "glm4v", "glm4v_moe", "glm5_next", "idefics3", "internvl", "kimi_k25", "lfm2_vl",
+    "llava", "minimax_m3_vl", "mistral3", "mistral4", "nemotron_h_omni", "ovis2", "paligemma", "qwen2_5_vl", "qwen2_vl",
+    "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7",
+)  # fmt: skip
+"""Families that transformers has with their towers for images alone."""
+FAMILIES: Final = tuple(sorted((*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VISION)))
 VOCABULARY: Final = 128
 LARGEST: Final = 4_000_000
 """Parameters: what is larger was not made tiny by the table."""
@@ -95,15 +101,22 @@ _SIZES: Final = (
 _TYPES: Final = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types")
 """Lists with the kind of every layer: a tiny model has each kind once."""
 
+_SECTIONS: Final = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_HALF_SECTIONS: Final = {**_SECTIONS, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
 OWN: Final[Mapping[str, Mapping[str, Any]]] = {
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "glm4v_moe_text": {"rope_parameters": _HALF_SECTIONS},
+    "glm4v_text": {"rope_parameters": _HALF_SECTIONS},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "qwen2_5_vl_text": {"rope_parameters": _SECTIONS},
+    "qwen2_vl_text": {"rope_parameters": _SECTIONS},
+    "qwen2_vl_vision": {"embed_dim": 64},
     "roc_bert": {
         "pronunciation_vocab_size": 64,
         "shape_vocab_size": 64,
@@ -133,7 +146,7 @@ def config_of(family: str, **changes: Any) -> Any:
         sizes = {name: value for name, value in named.items() if usual.get(name, 0) != 0 or value is True}
         sizes = {name: value for name, value in sizes.items() if name in usual}
         sizes |= _layers(usual)
-        if "qk_rope_head_dim" in usual:
+        if usual.get("qk_rope_head_dim"):
             sizes |= {"head_dim": sizes["qk_rope_head_dim"], "num_key_value_heads": sizes["num_attention_heads"]}
         return kind(**sizes | parts | dict(OWN.get(family, {})) | changes)
 

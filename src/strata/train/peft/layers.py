@@ -25,9 +25,9 @@ ROUTERS: Final = frozenset({"gate", "router"})
 """Modules that route tokens to experts; never adapted."""
 TOWERS: Final = frozenset(
     {
-        "audio_embed", "audio_encoder", "audio_model", "audio_tower", "embed_audio", "embed_vision", "image_embed",
-        "image_encoder", "multi_modal_projector", "vision_adapter", "vision_encoder", "vision_model", "vision_tower",
-        "visual", "vqmodel",
+        "audio_embed", "audio_encoder", "audio_model", "audio_tower", "connector", "embed_audio", "embed_vision",
+        "image_embed", "image_encoder", "mm_projector", "multi_modal_projector", "vision_adapter", "vision_encoder",
+        "vision_model", "vision_tower", "visual", "visual_embeddings_table", "vqmodel",
     }
 )  # fmt: skip
 """Modules for images and sounds, and their projectors into the text model; never adapted: no pass over text calls
