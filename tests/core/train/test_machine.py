@@ -592,7 +592,8 @@ def test_tags_of_facts_stay_and_those_of_earlier_versions_are_refused_by_name() 
     tags = {fact.__struct_config__.tag for fact in facts.Fact.__args__}
     assert tags == {
         "checkpoint_deleted", "checkpoint_imported", "checkpoint_published", "checkpoint_ttl_set",
-        "custom_loss_created", "dispatch_failed", "dispatched", "endpoint_added", "endpoint_removed",
+        "custom_loss_created", "device_turn_requested", "device_turn_taken", "dispatch_failed", "dispatched",
+        "endpoint_added", "endpoint_removed",
         "operation_accepted", "operation_finished", "push_begun", "push_ended", "ranks_renewed", "replay_accepted",
         "replay_compared", "results_expired", "sample_returned", "sample_routed", "session_finished", "session_opened",
         "sessions_forgotten", "slice_ended", "snapshot_abandoned", "snapshot_committed", "snapshot_copied",

@@ -8,6 +8,8 @@ from __future__ import annotations
 import array
 from typing import Any, Final
 
+import msgspec
+
 from strata.train.core import model_options, ops
 from strata.train.core.client_commands import (
     AddEndpoint,
@@ -39,13 +41,15 @@ from strata.train.core.inputs import (
     Input,
     RanksAttached,
     RejectSnapshot,
+    RequestTurn,
     RequeueRouted,
     RouteSamples,
+    TakeTurn,
 )
 from strata.train.core.loss_graph import CustomLoss, LossGraph, LossInput, LossNode
 from strata.train.core.replay_differences import RankNumerics, ReplayDifferences
 from strata.train.core.sampling import SampleOperation, SampleParams
-from strata.train.core.state import Dispatch
+from strata.train.core.state import DeviceSide, Dispatch
 from tests.core.train.servers import LORA, TENANT, Server, forward_backward, step
 
 STREAM: Final = "train/default"
@@ -161,6 +165,7 @@ def training_history() -> list[list[bytes]]:
     _publish(history, model)
     _lose_ranks(history, model)
     _end_sessions(history)
+    _take_turns(history)
     history.snapshot()
     # What is left open is what a later version goes on with: a dispatch in flight, and operations that wait.
     history.submit(forward_backward(model, _next(history, model)))
@@ -169,6 +174,20 @@ def training_history() -> list[list[bytes]]:
     history.submit(forward_backward(model, _next(history, model), (2, 3)))
     _compare(history, model)
     return history.batches
+
+
+def _take_turns(history: History) -> None:
+    """Engines get the devices, and ranks get them back. Only a server with the setting has such facts."""
+    rules = history.state.rules
+    history.state.rules = msgspec.structs.replace(rules, device_turn_s=60.0)
+    turns: list[tuple[DeviceSide, str]] = [("engines", history.state.group), ("ranks", "")]
+    for side, group in turns:
+        history.now_s += 60.0
+        history.ask(RequestTurn(history.now_s, frozenset({side})))
+        turn = history.state.current_turn
+        assert turn is not None
+        history.ask(TakeTurn(turn.number, history.now_s, group))
+    history.state.rules = rules
 
 
 def _next(history: History, model: str) -> int:

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from strata.train.core import checkpoint_retention, lineage, ops, out_of_memory, publishing, replay_stops, snapshots
+from strata.train.core import (
+    checkpoint_retention,
+    device_turns,
+    lineage,
+    ops,
+    out_of_memory,
+    publishing,
+    replay_stops,
+    snapshots,
+)
 from strata.train.core.facts import (
     CheckpointDeleted,
     CheckpointImported,
     CheckpointPublished,
     CheckpointTtlSet,
     CustomLossCreated,
+    DeviceTurnRequested,
+    DeviceTurnTaken,
     Dispatched,
     DispatchFailed,
     EndpointAdded,
@@ -91,6 +102,10 @@ def apply(state: TrainState, fact: Fact) -> None:  # noqa: C901, PLR0912 - one a
             state.futures.expire(fact.until_s)
         case EndpointAdded() | EndpointRemoved() | PushBegun() | PushEnded() | SampleRouted() | SampleReturned():
             publishing.apply(state, fact)
+            if isinstance(fact, PushBegun | PushEnded):
+                device_turns.record_busy(state, fact.at_s)
+        case DeviceTurnRequested() | DeviceTurnTaken():
+            device_turns.apply(state, fact)
         case _:
             assert_never(fact)
 
@@ -224,6 +239,7 @@ def _finish(state: TrainState, future_id: str, result: ops.Result, at_s: float, 
     operation = before.operation if before else None
     future = state.futures.end(future_id, result, at_s)
     state.usage.record(future.tenant, operation, result, at_s)
+    device_turns.record_busy(state, at_s)
     snapshots.record_finished(state, future.number, operation, took_s)
     dispatch = state.dispatches.get(future.number)
     lineage.record(state, operation, result, dispatch.path if dispatch is not None else "")

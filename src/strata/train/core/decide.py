@@ -17,6 +17,7 @@ from strata.base.errors import Code, StrataError
 from strata.train.core import (
     checkpoint_retention,
     custom_losses,
+    device_turns,
     dispatching,
     ops,
     out_of_memory,
@@ -71,8 +72,10 @@ from strata.train.core.inputs import (
     RanksAttached,
     RanksOutOfMemory,
     RejectSnapshot,
+    RequestTurn,
     RequeueRouted,
     RouteSamples,
+    TakeTurn,
 )
 from strata.train.core.lookup import find_future, find_model, find_session
 from strata.train.core.sampling import SampleOperation
@@ -113,6 +116,10 @@ def decide(state: TrainState, request: Input) -> Decision:  # noqa: C901, PLR091
             return _expire(state, request.at_s)
         case CompletePush() | RouteSamples() | CompleteRouted() | RequeueRouted():
             return publishing.decide(state, request)
+        case RequestTurn():
+            return device_turns.request_turn(state, request)
+        case TakeTurn():
+            return device_turns.take_turn(state, request)
         case _:
             assert_never(request)
 

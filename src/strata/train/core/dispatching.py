@@ -7,7 +7,15 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from strata.base.errors import StrataError
-from strata.train.core import checkpoint_retention, ops, publishing, replay_stops, sampling_slices, snapshots
+from strata.train.core import (
+    checkpoint_retention,
+    device_turns,
+    ops,
+    publishing,
+    replay_stops,
+    sampling_slices,
+    snapshots,
+)
 from strata.train.core.client_commands import Done
 from strata.train.core.facts import Dispatched, OperationFinished
 from strata.train.core.inputs import Decision, Dispatching, DispatchNext
@@ -37,12 +45,13 @@ class _Chosen(NamedTuple):
 
 def dispatch_next(state: TrainState, request: DispatchNext) -> Decision:
     """One dispatch, or the failure of one operation that cannot be dispatched, or nothing."""
-    if len(state.dispatches) >= state.rules.max_running:
+    may_begin = state.may_begin("ranks")
+    if len(state.dispatches) >= state.rules.max_running or not (may_begin or device_turns.wants_last_slice(state)):
         return Decision(Done())
-    if snapshots.due_reason(state, request.at_s) is not None:
+    if may_begin and snapshots.due_reason(state, request.at_s) is not None:
         return snapshots.begin_snapshot(state, request.at_s)
-    if sampling_slices.wants_slice(state) and not (state.last_was_slice and len(state.scheduler)):
-        return sampling_slices.next_slice(state, request.at_s)
+    if not may_begin or (sampling_slices.wants_slice(state) and not (state.last_was_slice and len(state.scheduler))):
+        return sampling_slices.next_slice(state, request.at_s, add=may_begin)
     budget = request.ranks * state.rules.max_tokens_per_row
     rules = state.rules
     selection = state.scheduler.select(budget_tokens=budget, coalesce=rules.pack_tenants, most=rules.slots)

@@ -271,6 +271,27 @@ class SampleReturned(_Fact, frozen=True):
     again: bool = False
 
 
+class DeviceTurnRequested(_Fact, frozen=True):
+    """Ranks or engines are to have the devices that they share. The other side begins nothing new."""
+
+    number: int
+    """Counts the requests: a confirmation names the one that it is for."""
+    side: Literal["ranks", "engines"]
+    reason: Literal["idle", "limit"]
+    """The other side had nothing to do, or has had the devices for its time."""
+    at_s: float
+
+
+class DeviceTurnTaken(_Fact, frozen=True):
+    """The other side has confirmed that it sleeps. Durable before anything of this side is woken or started."""
+
+    number: int
+    side: Literal["ranks", "engines"]
+    group: str
+    """The group of ranks that sleeps; empty if engines do."""
+    at_s: float
+
+
 class ResultsExpired(_Fact, frozen=True):
     """Results that ended at this time or before are dropped."""
 
@@ -305,6 +326,8 @@ Fact = (
     | PushEnded
     | SampleRouted
     | SampleReturned
+    | DeviceTurnRequested
+    | DeviceTurnTaken
 )
 
 encode: Final = msgspec.msgpack.Encoder().encode

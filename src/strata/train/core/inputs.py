@@ -16,7 +16,7 @@ from strata.train.core.commands import RowOutOfMemory, SnapshotWritten
 from strata.train.core.facts import Fact
 from strata.train.core.replay_differences import RankNumerics, ReplayDifferences
 from strata.train.core.scheduler import Charges
-from strata.train.core.state import Dispatch
+from strata.train.core.state import DeviceSide, Dispatch
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,25 @@ class RequeueRouted:
 
 
 @dataclass(frozen=True)
+class RequestTurn:
+    """Time has passed, or work has come: ranks or engines may be due to have the devices that they share."""
+
+    at_s: float
+    starting: frozenset[DeviceSide] = frozenset()
+    """The sides of which a process waits for the devices to start, or is starting."""
+
+
+@dataclass(frozen=True)
+class TakeTurn:
+    """The side that leaves the devices has confirmed that it sleeps, for the request with this number."""
+
+    number: int
+    at_s: float
+    group: str = ""
+    """The group of ranks that confirmed it; empty if engines did."""
+
+
+@dataclass(frozen=True)
 class ExpireResults:
     """Results may be beyond their TTL, or too many."""
 
@@ -189,6 +208,8 @@ Input = (
     | RouteSamples
     | CompleteRouted
     | RequeueRouted
+    | RequestTurn
+    | TakeTurn
 )
 
 

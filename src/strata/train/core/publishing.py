@@ -178,8 +178,9 @@ def _route(state: TrainState, request: RouteSamples) -> Decision:
     if len(state.routed) >= request.limit:
         return Decision(Done())
     load = Counter(endpoint for endpoint, _ in state.routed.values())
+    closed = request.down if state.may_begin("engines") else request.down.union(state.rules.engines)
     for future_id, sample in state.waiting.items():
-        able = [name for name in endpoints_for(state, future_id, sample) or () if name not in request.down]
+        able = [name for name in endpoints_for(state, future_id, sample) or () if name not in closed]
         if able:
             return Decision(Done(), (SampleRouted(future_id, choose_endpoint(able, sample, load)),))
     return Decision(Done())

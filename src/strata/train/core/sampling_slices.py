@@ -78,9 +78,10 @@ def _ready(state: TrainState, future_id: str, sample: SampleOperation) -> bool:
     return publishing.endpoints_for(state, future_id, sample) is None
 
 
-def next_slice(state: TrainState, at_s: float) -> Decision:
-    """The next slice, or the failure of the samples whose sampler does not exist."""
-    ready = {future_id: sample for future_id, sample in state.waiting.items() if _ready(state, future_id, sample)}
+def next_slice(state: TrainState, at_s: float, *, add: bool = True) -> Decision:
+    """The next slice, or the failure of the samples whose sampler does not exist. Without `add` no sample begins."""
+    waiting = state.waiting.items() if add else ()
+    ready = {future_id: sample for future_id, sample in waiting if _ready(state, future_id, sample)}
     failed = [future_id for future_id, sample in ready.items() if not _is_open(state, sample)]
     if failed:
         return Decision(Done(), tuple(OperationFinished(each, _NO_SAMPLER, at_s) for each in failed), tuple(failed))

@@ -75,6 +75,9 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """Route samples to endpoints that have the weights."""
     engines: Sequence[str] = ()
     """Endpoints that the server itself starts, and restarts when they die: samples wait for them."""
+    device_turn_s: float = 0.0
+    """How long ranks or engines may keep the devices that they share while the other side waits; 0: they take no
+    turns."""
     fallback: bool = False
     """Let the ranks sample what those fail to deliver."""
     keep_versions: int = 2
@@ -252,6 +255,23 @@ class CheckpointRead(msgspec.Struct, frozen=True, array_like=True):
     read: int
 
 
+DeviceSide = Literal["ranks", "engines"]
+
+
+class DeviceTurn(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Who has the devices that ranks and engines share in turns."""
+
+    number: int = 0
+    """The number of the last request of a turn."""
+    side: DeviceSide = "ranks"
+    leaving: bool = False
+    """The other side was promised the devices, and gets them when this one sleeps."""
+    at_s: float = 0.0
+    """When the turn began."""
+    busy_at_s: float = 0.0
+    """When an operation or a push last ended."""
+
+
 class Dispatch(msgspec.Struct, frozen=True):
     number: int
     future_ids: Sequence[str]
@@ -336,6 +356,8 @@ class TrainState:
         self.numerics = saved.numerics
         """What the numbers of that group depend on."""
         self.asleep = saved.asleep
+        self.device_turn = saved.device_turn
+        """None unless a turn on shared devices was ever requested."""
         self.last_was_slice = saved.last_was_slice
         """Whether the last dispatch was a sampling slice."""
         self.last_slice = 0
@@ -375,6 +397,16 @@ class TrainState:
         """The sampling slice in flight; there is never a second one."""
         return next((each for each in self.dispatches.values() if each.slice is not None), None)
 
+    @property
+    def current_turn(self) -> DeviceTurn | None:
+        """The turn on the shared devices; None if the settings have none. Ranks have the first."""
+        return (self.device_turn or DeviceTurn()) if self.rules.device_turn_s else None
+
+    def may_begin(self, side: DeviceSide) -> bool:
+        """Says whether ranks, or the engines of the server, may begin something."""
+        turn = self.current_turn
+        return turn is None or (turn.side == side and not turn.leaving)
+
     def samples_of(self, sampler_id: str) -> Iterator[str]:
         for queue in (self.waiting, self.sampling):
             yield from (future_id for future_id, sample in queue.items() if sample.sampler_id == sampler_id)
@@ -405,6 +437,7 @@ class TrainState:
             routed={future_id: endpoint for future_id, (endpoint, _) in self.routed.items()},
             unroutable=sorted(self.unroutable),
             asleep=self.asleep,
+            device_turn=self.device_turn,
             last_was_slice=self.last_was_slice,
             snapshots=self.snapshots,
             snapshotting=self.snapshotting,
@@ -446,6 +479,7 @@ class SavedState(
     routed: Mapping[str, str] = {}
     unroutable: Sequence[str] = ()
     asleep: bool = False
+    device_turn: DeviceTurn | None = None
     tainted: bool = False
     last_was_slice: bool = False
     snapshots: Sequence[ModelSnapshot] = ()
