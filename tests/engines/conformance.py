@@ -12,6 +12,7 @@ import pytest
 from strata.base.errors import Code, StrataError
 from strata.train.core.sampling import SampledPart, SampleOperation, SampleParams
 from strata.train.endpoints.engine import Engine, ModelVersion
+from strata.train.endpoints.vllm import VllmEngine
 
 Ask = Callable[[ModelVersion], Awaitable[Sequence[int] | str]]
 
@@ -84,6 +85,22 @@ async def a_streamed_sample_reports_its_tokens_and_is_the_plain_one(case: Case) 
             assert len(tokens) < len(sequence.tokens), "the last token comes with the result"
 
 
+async def an_engine_that_slept_has_what_it_had(case: Case) -> None:
+    """Of vLLM, which the server starts: twice, because a confirmation may be lost."""
+    engine = case.engine
+    assert isinstance(engine, VllmEngine)
+    await engine.load_version(case.first)
+    told = await case.ask(case.first)
+    for _ in range(2):
+        await engine.sleep()
+        assert await engine.is_asleep()
+    assert case.first.name in await engine.versions()
+    for _ in range(2):
+        await engine.wake()
+        assert not await engine.is_asleep()
+    assert await case.ask(case.first) == told
+
+
 def _unexpected(part: SampledPart) -> None:
     raise AssertionError(f"it is not streamed: {part}")
 
@@ -96,3 +113,5 @@ ADAPTERS = (
 SAMPLERS = (*ADAPTERS, a_streamed_sample_reports_its_tokens_and_is_the_plain_one)
 """Of engines that samples are routed to."""
 WHOLE = (*ADAPTERS[:2], *SAMPLERS[-1:])
+SLEEPERS = (an_engine_that_slept_has_what_it_had,)
+"""Of engines on devices: vLLM has no sleep on CPUs."""

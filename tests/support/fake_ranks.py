@@ -103,6 +103,8 @@ class FakeRanks:
     outbox: list[commands.FromRank] = field(default_factory=list)
     """Messages that are sent unsolicited, after the reply."""
     stopped: bool = False
+    off_devices: bool = False
+    """They sleep because engines have their devices."""
     out_of_memory: bool = False
     """Every pass fails for lack of memory."""
     version: str = __version__
@@ -137,6 +139,8 @@ class FakeRanks:
                 return self._execute_once(message)
             case commands.RankRequest():
                 self.stopped = isinstance(message.work, commands.Shutdown)
+                if isinstance(message.work, commands.YieldDevices | commands.TakeDevices):
+                    self.off_devices = isinstance(message.work, commands.YieldDevices)
                 return commands.HealthReply(self.generation, message.ask_id, [*range(self.settings.by_device.nproc)])
             case _:
                 assert_never(message)

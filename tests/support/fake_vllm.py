@@ -3,7 +3,7 @@
 Its samples follow from the bytes of the loaded weights: two versions differ, and one is always the same.
 
 As a process it takes the arguments of vLLM, and `--fake-delay-s`, which every sample takes; `--fake-fault` says why it
-dies when it starts.
+dies when it starts, `--fake-ledger` names the file that says when it slept.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import itertools
 import json
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -38,7 +39,11 @@ Handler = Callable[[Body], Awaitable[Response]]
 
 
 class FakeVllm:
-    def __init__(self, *, uds: Path | None = None, key: str = "", delay_s: float = 0.0) -> None:
+    def __init__(
+        self, *, uds: Path | None = None, key: str = "", delay_s: float = 0.0, ledger: Path | None = None
+    ) -> None:
+        self._ledger = ledger
+        """The file that gets a line whenever it falls asleep or is awake."""
         self._uds = uds
         self._key = key
         self.delay_s = delay_s
@@ -59,6 +64,9 @@ class FakeVllm:
         self._unblocked.set()
         self._started = next(_starts)
         self._paused = False
+        self.asleep = False
+        self.insomniac = False
+        """Whether it stays awake when it is told to sleep."""
         self.url = ""
         self.authorization: set[str] = set()
         self._handlers: dict[str, Handler] = {
@@ -69,6 +77,8 @@ class FakeVllm:
             "/reset_prefix_cache": self._reset_cache,
             "/pause": self._pause,
             "/resume": self._resume,
+            "/sleep": self._sleep,
+            "/wake_up": self._wake_up,
         }
 
     async def __aenter__(self) -> Self:
@@ -77,6 +87,7 @@ class FakeVllm:
             Route("/v1/models", self._models),
             Route("/metrics", self._metrics),
             Route("/load", self._load_level),
+            Route("/is_sleeping", self._is_sleeping),
             *(Route(path, self._post, methods=["POST"]) for path in self._handlers),
         ]
         config = uvicorn.Config(Starlette(routes=routes), log_level="error", lifespan="off", loop="asyncio")
@@ -105,6 +116,7 @@ class FakeVllm:
         self.full_weights = "initial"
         self.replaced.clear()
         self._started = next(_starts)
+        self._move(asleep=False)
 
     def block(self) -> None:
         """From now on requests to load weights hang."""
@@ -141,6 +153,7 @@ class FakeVllm:
         return await self._handlers[path](body)
 
     async def _load(self, body: Body) -> Response:
+        assert not self.asleep, "an engine that sleeps gets no weights"
         name, folder = body["lora_name"], Path(body["lora_path"])
         self.load_requested.set()
         await self._unblocked.wait()
@@ -156,6 +169,7 @@ class FakeVllm:
         return _error(404, "cannot be found") if adapter is None else PlainTextResponse("Success")
 
     async def _replace_weights(self, body: Body) -> Response:
+        assert not self.asleep, "an engine that sleeps gets no weights"
         assert self._paused, "weights are replaced only while nothing runs"
         self.load_requested.set()
         await self._unblocked.wait()
@@ -177,7 +191,30 @@ class FakeVllm:
         self._paused = False
         return JSONResponse({"status": "resume"})
 
+    def _move(self, *, asleep: bool) -> None:
+        self.asleep = asleep
+        if self._ledger is not None:
+            name = "engine" if self._uds is None else self._uds.name
+            with self._ledger.open("a", encoding="utf-8") as file:
+                file.write(f"{time.time()} {name} {'asleep' if asleep else 'awake'}\n")
+
+    async def _sleep(self, body: Body) -> Response:
+        del body
+        if not self.insomniac:
+            self._move(asleep=True)
+        return Response()
+
+    async def _wake_up(self, body: Body) -> Response:
+        del body
+        self._move(asleep=False)
+        return Response()
+
+    async def _is_sleeping(self, request: Request) -> Response:
+        del request
+        return JSONResponse({"is_sleeping": self.asleep})
+
     async def _complete(self, body: Body) -> Response:
+        assert not self.asleep, "an engine that sleeps is not sampled"
         model = body["model"]
         if self.broken:
             return _error(500, "EngineDeadError")
@@ -240,11 +277,12 @@ def _digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-async def _serve(uds: Path, key: str, delay_s: float) -> None:
+async def _serve(uds: Path, key: str, delay_s: float, ledger: Path | None) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with FakeVllm(uds=uds, key=key, delay_s=delay_s):
+    async with FakeVllm(uds=uds, key=key, delay_s=delay_s, ledger=ledger) as engine:
+        engine.restart()
         await stop.wait()
 
 
@@ -253,10 +291,11 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--uds", type=Path, required=True)
     parser.add_argument("--fake-delay-s", type=float, default=0.0)
     parser.add_argument("--fake-fault", default="")
+    parser.add_argument("--fake-ledger", type=Path)
     options, _ = parser.parse_known_args(arguments)
     if options.fake_fault:
         raise ValueError(options.fake_fault)
-    asyncio.run(_serve(options.uds, process_environment()["VLLM_API_KEY"], options.fake_delay_s))
+    asyncio.run(_serve(options.uds, process_environment()["VLLM_API_KEY"], options.fake_delay_s, options.fake_ledger))
 
 
 def make_fake_package(folder: Path) -> Path:

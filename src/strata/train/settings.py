@@ -298,9 +298,12 @@ class InferenceSettings(msgspec.Struct, frozen=True, kw_only=True):
     devices_per_engine: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """CUDA devices that each engine takes; 0: none, it computes on CPUs. Unset: as many as its arguments ask for, one
     unless they do."""
-    share_devices: bool = False
-    """Let engines and ranks be on the same devices. Each engine then takes the share of the memory that its arguments
-    say (`--gpu-memory-utilization`), and the ranks need the rest."""
+    share_devices: Literal["no", "memory", "turns"] = "no"
+    """Let engines and ranks be on the same devices. `memory`: each engine takes the share of the memory that its
+    arguments say (`--gpu-memory-utilization`), and the ranks need the rest. `turns`: they take turns, and who has not
+    the turn sleeps (experimental)."""
+    turn_s: Positive = 60.0
+    """With `share_devices = "turns"`: how long ranks or engines keep the devices while the other side waits."""
     arguments: tuple[str, ...] = ()
     """Further arguments of the engine. They are visible to all users of the machine."""
     environment: dict[str, str] = {}
@@ -320,6 +323,10 @@ class InferenceSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def pushes(self) -> bool:
         return self.push or bool(self.engine)
+
+    @property
+    def takes_turns(self) -> bool:
+        return bool(self.engine) and self.share_devices == "turns"
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -474,6 +481,11 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def engine_report(self, name: str) -> Path:
         """Returns what the launcher reports of an engine, for the orchestrator's status."""
         return self.sockets / f"{name}.json"
+
+    @property
+    def device_permit(self) -> Path:
+        """Says who may start processes on devices that ranks and engines share in turns."""
+        return self.sockets / "devices.json"
 
     def engine_log(self, name: str) -> Path:
         """The output of an engine since its last start; that before is beside it with the suffix `.1`."""

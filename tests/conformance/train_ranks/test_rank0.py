@@ -197,6 +197,22 @@ async def test_all_ranks_answer_to_a_health_check_and_it_is_no_dispatch(speaker:
     assert attached.applied == speaker.group.number
 
 
+async def test_ranks_leave_shared_devices_and_take_them_again_between_two_dispatches(speaker: Speaker) -> None:
+    """Twice: a confirmation may be lost."""
+    attached = await speaker.attach()
+    assert isinstance(attached, commands.AttachReply)
+    generation = speaker.group.generation
+    leave, take = commands.YieldDevices(), commands.TakeDevices()
+    moves: list[commands.Requested] = [leave, leave, take, take]
+    for number, work in enumerate(moves):
+        moved = await speaker.say(commands.RankRequest(generation, number, work), commands.HealthReply)
+        assert (moved.ask_id, moved.failure, sorted(moved.ranks)) == (number, "", list(range(RANKS)))
+    again = await speaker.attach()
+    assert isinstance(again, commands.AttachReply)
+    assert again.applied == attached.applied
+    assert isinstance(await speaker.one(commands.ManageModel(ops.Wake())), ops.Awake)
+
+
 async def test_bytes_that_are_no_message_are_dropped(speaker: Speaker) -> None:
     for data in (b"", b"\xff" * 100, b"\x80"):
         await speaker.garbage(data)

@@ -46,9 +46,9 @@ def _numbers(devices: Any) -> str:
         (machine(2, 24), {**VLLM, "inference_count": 2, "ranks_backend": "gloo"}, ("", ["0", "1"])),
         (machine(2, 24), {**VLLM, "ranks_mode": "connect"}, ("", ["1"])),
         (machine(2, 24, torch_has_cuda=False), VLLM, ("", ["1"])),
-        (machine(1, 24), {**VLLM, "inference_share_devices": True}, ("0", ["0"])),
-        (machine(2, 24), {**VLLM, "inference_share_devices": True, "inference_count": 3}, ("0,1", ["1", "0", "1"])),
-        (machine(4, 24), {**VLLM, "inference_share_devices": True, "ranks_nproc": 2}, ("0,1", ["3"])),
+        (machine(1, 24), {**VLLM, "inference_share_devices": "memory"}, ("0", ["0"])),
+        (machine(2, 24), {**VLLM, "inference_share_devices": "memory", "inference_count": 3}, ("0,1", ["1", "0", "1"])),
+        (machine(4, 24), {**VLLM, "inference_share_devices": "memory", "ranks_nproc": 2}, ("0,1", ["3"])),
         (Hardware(), VLLM, ("", [])),
         (Hardware(), {}, ("", [])),
     ],
@@ -82,7 +82,7 @@ def test_no_device_has_two_processes_unless_sharing_is_set(count: int) -> None:
             VLLM,
             "1 engine with 1 CUDA device in all and 1 rank, each on devices of its own, are more than this server is"
             " shown: 1 CUDA device (0)",
-            ["inference.share_devices = true", "CUDA_VISIBLE_DEVICES"],
+            ["inference.share_devices", "CUDA_VISIBLE_DEVICES"],
         ),
         (machine(2, 24), {"ranks_nproc": 4}, "4 ranks", ["lower ranks.nproc", 'ranks.backend to "gloo"']),
         (
@@ -96,7 +96,7 @@ def test_no_device_has_two_processes_unless_sharing_is_set(count: int) -> None:
             machine(4, 24),
             {**VLLM, "inference_count": 2, "inference_devices": ("1", "1")},
             "device 1 is of engine-0 and engine-1",
-            ["inference.share_devices = true"],
+            ["inference.share_devices"],
         ),
         (machine(4, 24), {**VLLM, "inference_devices": ("1,1",)}, "device 1 is of engine-0 twice", ["of its own"]),
         (
@@ -131,7 +131,7 @@ def test_no_device_has_two_processes_unless_sharing_is_set(count: int) -> None:
         ),
         (
             machine(2, 24),
-            {**VLLM, "inference_share_devices": True, "ranks_nproc": 3},
+            {**VLLM, "inference_share_devices": "memory", "ranks_nproc": 3},
             "ranks.nproc is 3, each rank takes a CUDA device",
             ["lower ranks.nproc"],
         ),
@@ -163,7 +163,7 @@ def test_the_arguments_of_an_engine_say_how_many_devices_it_takes(arguments: tup
 
 def test_a_rank_on_a_shared_device_has_what_the_engines_leave() -> None:
     def left(**written: Any) -> DevicePlacement:
-        return place(settings(**VLLM, inference_share_devices=True, **written), machine(1, 24, free=23))
+        return place(settings(**VLLM, inference_share_devices="memory", **written), machine(1, 24, free=23))
 
     assert left().rank_bytes == pytest.approx(23 * GB - 0.9 * 24 * GB, abs=1)
     less = ("--gpu-memory-utilization", "0.4")

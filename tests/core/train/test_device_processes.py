@@ -121,7 +121,7 @@ def test_a_model_that_fits_on_ranks_and_engines_passes(tmp_path: Path) -> None:
         (machine(4, 24), VLLM),
         (
             machine(1, 80),
-            {**VLLM, "inference_share_devices": True, "inference_arguments": ("--gpu-memory-utilization", "0.5")},
+            {**VLLM, "inference_share_devices": "memory", "inference_arguments": ("--gpu-memory-utilization", "0.5")},
         ),
     ):
         check_memory(resolve(on, model_path=path, **written))
@@ -146,13 +146,13 @@ def test_a_model_that_fits_on_ranks_and_engines_passes(tmp_path: Path) -> None:
         ),
         (
             machine(1, 80),
-            {**VLLM, "inference_count": 2, "inference_share_devices": True},
+            {**VLLM, "inference_count": 2, "inference_share_devices": "memory"},
             "engines are to take 180% of device 0",
             "--gpu-memory-utilization",
         ),
         (
             machine(1, 80),
-            {**VLLM, "inference_share_devices": True},
+            {**VLLM, "inference_share_devices": "memory"},
             "there are 8 GB, beside what the engines take of the same devices",
             "--gpu-memory-utilization",
         ),

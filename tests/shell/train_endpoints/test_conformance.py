@@ -13,7 +13,7 @@ from strata.train.endpoints.client import EngineClient
 from strata.train.endpoints.engine import ModelVersion, stale_versions
 from strata.train.endpoints.vllm import VllmEngine
 from strata.train.settings import InferenceSettings
-from tests.engines.conformance import SAMPLERS, WHOLE, Case
+from tests.engines.conformance import SAMPLERS, SLEEPERS, WHOLE, Case
 from tests.support.fake_vllm import BASE, FakeVllm
 
 
@@ -46,9 +46,9 @@ async def case(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[
         await engine.close()
 
 
-@pytest.mark.parametrize("check", SAMPLERS)
+@pytest.mark.parametrize("check", [*SAMPLERS, *SLEEPERS])
 async def test_the_suite_of_engines(case: Case, check: Callable[[Case], Awaitable[None]]) -> None:
-    if case.first.full and check not in WHOLE:
+    if case.first.full and check not in (*WHOLE, *SLEEPERS):
         return
     await check(case)
 

@@ -100,8 +100,20 @@ class HealthCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     """Check that all ranks are alive. Not a dispatch: it has no number and may come between any two."""
 
 
+class YieldDevices(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="YIELD_DEVICES"):
+    """Sleep, because engines get the devices. Not a dispatch: it changes no model, and no replay repeats it."""
+
+
+class TakeDevices(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="TAKE_DEVICES"):
+    """Wake: engines have left the devices. Ranks that are awake ignore it."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="SHUTDOWN"):
     pass
+
+
+Requested = HealthCheck | YieldDevices | TakeDevices | Shutdown
+"""What may come between any two dispatches."""
 
 
 Work = PassCommand | StepsCommand | SaveState | LoadState | ManageModel | MakeSampler | SamplingSlice | TakeSnapshot
@@ -214,7 +226,7 @@ class Restored(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="res
 class RankRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ask"):
     generation: int
     ask_id: int
-    work: HealthCheck | Shutdown
+    work: Requested
 
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -254,6 +266,8 @@ class HealthReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     generation: int
     ask_id: int
     ranks: Sequence[int]
+    failure: str = ""
+    """Why they could not do what was requested."""
 
 
 class Fenced(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fenced"):

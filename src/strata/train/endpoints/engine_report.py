@@ -11,7 +11,7 @@ from strata.base.errors import StrataError
 from strata.train.settings import ServerSettings
 from strata.train.status.reports import EngineStatus
 
-EngineCondition = Literal["starting", "ready", "restarting"]
+EngineCondition = Literal["waiting", "starting", "ready", "restarting"]
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +19,13 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     starts: int
     since_s: float
+    permit: int | None = None
+    """The number of the permit under which it waits to start."""
+
+
+def read_report(settings: ServerSettings, name: str) -> EngineReport | None:
+    """None if no launcher supervises this engine."""
+    return read_json(settings.engine_report(name), EngineReport)
 
 
 def engine_statuses(settings: ServerSettings) -> list[EngineStatus]:
@@ -29,7 +36,7 @@ def engine_statuses(settings: ServerSettings) -> list[EngineStatus]:
 
 def _status(settings: ServerSettings, name: str) -> EngineStatus:
     try:
-        report = read_json(settings.engine_report(name), EngineReport)
+        report = read_report(settings, name)
     except (StrataError, OSError) as error:
         return EngineStatus(name=name, state="unknown", reason=str(error))
     if report is None:

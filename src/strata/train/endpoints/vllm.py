@@ -1,7 +1,8 @@
 """Adapter for the engine vLLM: loading LoRA adapters and full weights, completions with log probabilities, streams,
 detection of a restarted engine.
 
-Adapters need `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` and `--enable-lora`, full models `VLLM_SERVER_DEV_MODE=1`.
+Adapters need `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` and `--enable-lora`, full models `VLLM_SERVER_DEV_MODE=1`, sleep
+that and `--enable-sleep-mode`.
 
 A full model has no name of its own in a request. So this client records which version was loaded, and into which
 process, by its start time; a sample counts only if both were the same before and after it.
@@ -74,6 +75,10 @@ _DATA: Final = b"data: "
 _LAST: Final = b"[DONE]"
 
 
+class _Sleeping(msgspec.Struct):
+    is_sleeping: bool
+
+
 class _Success(msgspec.Struct):
     success: bool = True
 
@@ -140,6 +145,26 @@ class VllmEngine:
         reply = await self._client.post("/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=LIST_S)
         if reply.status not in (200, 404):
             raise engine_error(reply, "unload_lora_adapter")
+
+    async def sleep(self) -> None:
+        """Free the devices: weights go to the host, the KV cache is lost. Returns when the engine says that it sleeps.
+        It aborts requests, so it has to have none."""
+        await self._post("/sleep?level=1", None)
+        if not await self.is_asleep():
+            raise StrataError(Code.UNAVAILABLE, "the engine was told to sleep, and is awake")
+
+    async def wake(self) -> None:
+        """Idempotent, as `sleep` is."""
+        if await self.is_asleep():
+            await self._post("/wake_up", None)
+            if await self.is_asleep():
+                raise StrataError(Code.UNAVAILABLE, "the engine was woken, and sleeps")
+
+    async def is_asleep(self) -> bool:
+        reply = await self._client.get("/is_sleeping", timeout_s=LIST_S)
+        if reply.status != 200:
+            raise engine_error(reply, "is_sleeping")
+        return reply.read(_Sleeping).is_sleeping
 
     async def sample(
         self, version: ModelVersion, sample: SampleOperation, seed: int, report: ReportPart

@@ -25,6 +25,7 @@ from strata.base import log
 from strata.base.atomic import write_file, write_json
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
+from strata.train.device_permit import read_permit
 from strata.train.endpoints.engine_report import EngineCondition, EngineReport
 from strata.train.hugging_face import find_folder
 from strata.train.launch.supervised_process import ProcessCommand, SupervisedProcess
@@ -113,6 +114,10 @@ def engine_command(
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     else:
         variables["VLLM_SERVER_DEV_MODE"] = "1"
+    if inference.takes_turns:
+        arguments.append("--enable-sleep-mode")
+        # The routes of sleep are for development; only the server's user can open this socket.
+        variables["VLLM_SERVER_DEV_MODE"] = "1"
     devices = len(placement.engines.get(name, ()))
     if devices > 1 and engine_size(inference.arguments) is None:
         arguments += ["--tensor-parallel-size", str(devices)]
@@ -197,7 +202,7 @@ class EngineSupervisor:
         self._fault = ""
         self._reported: EngineReport | None = None
         command = engine_command(settings, name, environment, key, placement)
-        self.process = SupervisedProcess(command, clock, lambda _: None, self._on_start)
+        self.process = SupervisedProcess(command, clock, lambda _: None, self._on_start, self._wait_for_devices)
 
     async def supervise(self) -> None:
         """Supervises until stopped. UNAVAILABLE if the engine dies again before it was ever ready."""
@@ -215,6 +220,16 @@ class EngineSupervisor:
         for task in tasks:
             if not task.cancelled():
                 task.result()
+
+    async def _wait_for_devices(self) -> None:
+        """Return when engines may start on the devices. Until then the report has the permit that forbids it: the
+        orchestrator then knows that there is no process."""
+        while self._settings.inference.takes_turns:
+            permit = read_permit(self._settings)
+            if permit is not None and permit.side == "engines":
+                return
+            self._report("waiting", "ranks have its devices", None if permit is None else permit.number)
+            await self._clock.sleep(POLL_S)
 
     def _on_start(self) -> None:
         # vLLM does not bind a path that exists, and the process that had it is dead.
@@ -264,13 +279,19 @@ class EngineSupervisor:
             _log.info("engine_ready", engine=self.name)
             self.ready.set()
 
-    def _report(self, condition: EngineCondition, reason: str) -> None:
+    def _report(self, condition: EngineCondition, reason: str, permit: int | None = None) -> None:
         reported = self._reported
         # The start that is under way is not counted before it has happened.
         starts = self.process.starts + (condition != "ready")
-        if reported is not None and (reported.condition, reported.starts) == (condition, starts):
+        if reported is not None and (reported.condition, reported.starts, reported.permit) == (
+            condition,
+            starts,
+            permit,
+        ):
             return
-        self._reported = EngineReport(condition=condition, reason=reason, starts=starts, since_s=self._clock.wall_s())
+        self._reported = EngineReport(
+            condition=condition, reason=reason, starts=starts, since_s=self._clock.wall_s(), permit=permit
+        )
         try:
             write_json(self._settings.engine_report(self.name), self._reported)
         except OSError as error:

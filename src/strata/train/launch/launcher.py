@@ -183,6 +183,8 @@ class Launcher:
         for choice in resolution.choices:
             _log.debug("setting_resolved", name=choice.setting, value=choice.value, reason=choice.reason)
         check_engine(settings, self._environment)
+        # That of an earlier start: the orchestrator writes it again.
+        settings.device_permit.unlink(missing_ok=True)
         if self._engines:
             write_engine_key(settings, self._engine_key)
 
@@ -255,6 +257,11 @@ class Launcher:
                 else:
                     _log.error("ranks_stuck", group=group, action="the launcher restarts them")
                     self._ranks.kill()
+            case "stuck-engine":
+                _log.error("engine_stuck", engine=group, reason="it does not sleep or wake", action="it is restarted")
+                for engine in self._engines:
+                    if engine.name == group:
+                        engine.process.kill()
             case "lost":
                 # They are dead or about to die: their parent kills the others as well, and forks the next group.
                 pass

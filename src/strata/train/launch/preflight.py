@@ -54,6 +54,12 @@ def check_features(settings: ServerSettings) -> None:
     """INVALID if features that the settings ask for do not work together, or not with the model. It does not ask what
     this machine has: ranks may be on others."""
     check_combination(server_combination(settings))
+    if settings.inference.takes_turns and settings.ranks.mode != "auto":
+        raise StrataError(
+            Code.INVALID,
+            'inference.share_devices is "turns", and ranks.mode "connect": only ranks of the launcher take turns',
+            hint="leave ranks.mode out",
+        )
 
 
 def report_experimental_features(resolution: ResolvedSettings) -> None:

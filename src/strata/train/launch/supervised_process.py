@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,8 @@ class ProcessCommand:
 
 
 class SupervisedProcess:
-    """`on_event` is called with every line that the process writes to its event pipe, `on_start` before each start."""
+    """`on_event` is called with every line that the process writes to its event pipe, `on_start` before each start.
+    A start waits until `wait_to_start` returns."""
 
     def __init__(
         self,
@@ -53,11 +54,13 @@ class SupervisedProcess:
         clock: Clock,
         on_event: Callable[[str], None],
         on_start: Callable[[], None] = lambda: None,
+        wait_to_start: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.command = command
         self._clock = clock
         self._on_event = on_event
         self._on_start = on_start
+        self._wait_to_start = wait_to_start
         self._process: asyncio.subprocess.Process | None = None
         self._stop = asyncio.Event()
         self.was_ready = False
@@ -73,6 +76,8 @@ class SupervisedProcess:
         """Start the process, and restart it with backoff whenever it ends, until stopped."""
         failures = 1
         while not self._stop.is_set():
+            if self._wait_to_start is not None:
+                await self._wait_to_start()
             started_s = self._clock.monotonic_s()
             code = await self.run_once()
             if self._stop.is_set():

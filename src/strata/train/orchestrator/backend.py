@@ -132,7 +132,7 @@ class RemoteBackend:
     async def lost(self) -> None:
         await self._connected().lost()
 
-    async def request(self, work: commands.HealthCheck | commands.Shutdown, timeout_s: float) -> commands.HealthReply:
+    async def request(self, work: commands.Requested, timeout_s: float) -> commands.HealthReply:
         """DEADLINE if there is no reply in time: rank 0 replies between two dispatches."""
         connection = self._connected()
         self._request_count += 1

@@ -20,7 +20,7 @@ from strata.base.loop import every
 from strata.journal.group_commit import WriterLimits
 from strata.journal.port import Journal
 from strata.journal.replica import Replica
-from strata.train.core import commands
+from strata.train.core import commands, device_turns
 from strata.train.core.inputs import FailDispatch, RanksOutOfMemory, RejectSnapshot
 from strata.train.core.machine import TrainMachine
 from strata.train.core.out_of_memory import RowLimit
@@ -29,6 +29,7 @@ from strata.train.core.state import Rules
 from strata.train.link import messages
 from strata.train.link.ports import ApiSide, Links, ZmqLinks
 from strata.train.orchestrator.backend import RemoteBackend
+from strata.train.orchestrator.device_turns import TURN_S, DeviceTurns
 from strata.train.orchestrator.maintenance.compaction import Compaction
 from strata.train.orchestrator.maintenance.curve_file import CurveFile
 from strata.train.orchestrator.maintenance.replication import CheckpointReplicator, open_replicator
@@ -71,8 +72,8 @@ MAX_OPEN_REQUESTS: Final = 5_000
 
 _log = log.get(__name__)
 Notify = Callable[[str], None]
-"""Notifies the launcher: `leading`, `attached GROUP`, `lost GROUP`, `stuck GROUP`. A group that never replied is
-`unknown`."""
+"""Notifies the launcher: `leading`, `attached GROUP`, `lost GROUP`, `stuck GROUP`, `stuck-engine NAME`. A group that
+never replied is `unknown`."""
 
 
 class Orchestrator:
@@ -199,6 +200,9 @@ class Orchestrator:
         if self._replicator is not None:
             replicating = every(REPLICATE_S, self._replicator.run_once, clock=clock)
             workers.append(asyncio.create_task(replicating, name="replication"))
+        if settings.inference.takes_turns:
+            turns = DeviceTurns(context, handler.publisher, lambda name: self._notify(f"stuck-engine {name}"))
+            workers.append(asyncio.create_task(every(TURN_S, turns.run_once, clock=clock), name="device turns"))
         if self._copy_journal is not None and settings.makes_copies:
             copying = every(
                 settings.server.copy_every_s, StateCopy(settings, store, self._copy_journal).run_once, clock=clock
@@ -279,7 +283,9 @@ class Orchestrator:
         if attached.version != __version__:
             theirs = attached.version or "an older version"
             return f"these ranks run strata {theirs}, the orchestrator {__version__}: start both from one version"
-        reason = reject_reason(state, attached.group, attached.applied)
+        reason = reject_reason(state, attached.group, attached.applied) or device_turns.reject_reason(
+            state, attached.group
+        )
         if reason is not None:
             return reason
         suspect, self._suspect = self._suspect, None
@@ -396,6 +402,7 @@ def rules_of(settings: ServerSettings) -> Rules:
         push=settings.inference.pushes,
         route=settings.inference.routes,
         engines=settings.inference.engines,
+        device_turn_s=settings.inference.turn_s if settings.inference.takes_turns else 0.0,
         fallback=settings.inference.fallback,
         # An engine has one model of full fine-tunes at a time.
         keep_versions=1 if settings.model.training == "full" else settings.inference.keep,

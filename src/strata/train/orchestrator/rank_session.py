@@ -155,6 +155,8 @@ class RankSession:
         self._oldest_since_s = 0.0
         """When the ranks can have begun the oldest dispatch in flight."""
         self._restoring: asyncio.Future[commands.Restored] | None = None
+        self._woken = -1
+        """The turn on shared devices for which the ranks were woken."""
         self._written = attached.written
         """A snapshot that is on the disk and not yet in the journal."""
 
@@ -312,6 +314,7 @@ class RankSession:
         if not self._in_flight:
             self._oldest_since_s = store.clock.monotonic_s()
         tokens = sum(map(tokens_of, operations)) or len(operations)
+        await self._take_devices()
         self._in_flight[dispatch.number] = InFlight(_kind(dispatch, operations), tokens, _longest(work, operations))
         self._progressed.set()
         if dispatch.number > self._replay_through:
@@ -322,6 +325,19 @@ class RankSession:
         with _dispatch_span(dispatch.number, store.telemetry.traces_of(dispatch.future_ids)):
             await context.backend.send(dispatch.number, work, store.durable_through, trace.traceparent())
         failpoint("train.orchestrator.dispatch_sent")
+
+    async def _take_devices(self) -> None:
+        """Wake the ranks in each turn that they have on shared devices: the fact of it is durable, because the dispatch
+        is. Ranks that a client put to sleep stay so."""
+        context, state = self._context, self._context.store.state
+        turn = state.current_turn
+        if turn is None or turn.number == self._woken or state.asleep:
+            return
+        assert turn.side == "ranks", "nothing is dispatched while engines have the devices"
+        reply = await context.backend.request(commands.TakeDevices(), context.settings.limits.operation_timeout_s)
+        if reply.failure:
+            raise StrataError(Code.UNAVAILABLE, f"the ranks cannot take their devices: {reply.failure}")
+        self._woken = turn.number
 
     async def _build_work(self, dispatch: Dispatch, operations: Sequence[ops.Operation]) -> commands.Work:
         context = self._context

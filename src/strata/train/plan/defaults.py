@@ -152,7 +152,7 @@ def _on_cuda(
 ) -> Iterator[tuple[str, tuple[int | float | str, str]]]:
     ranks = len(placement.ranks)
     of_engines = (
-        " that no engine has" if any(placement.engines.values()) and not settings.inference.share_devices else ""
+        " that no engine has" if any(placement.engines.values()) and settings.inference.share_devices == "no" else ""
     )
     yield "nproc", (ranks, f"one on each CUDA device{of_engines}")
     threads = max(machine.cores // ranks, 1) if settings.model.offload else 1

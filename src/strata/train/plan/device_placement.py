@@ -58,6 +58,7 @@ def _variables(devices: Sequence[Device]) -> dict[str, str]:
 def place(settings: ServerSettings, machine: Hardware) -> DevicePlacement:
     """INVALID if there are too few devices, or if two processes would have the same one and sharing is not set."""
     inference, devices = settings.inference, machine.devices
+    shares = inference.share_devices != "no"
     on_devices = bool(devices) and computes_on_devices(settings, machine)
     if not devices:
         _refuse_devices(inference, machine)
@@ -72,7 +73,7 @@ def place(settings: ServerSettings, machine: Hardware) -> DevicePlacement:
     taken = each * len(inference.engines)
     engines = named or _automatic(inference, devices, each)
     used = {device.number for of_engine in engines.values() for device in of_engine}
-    if inference.share_devices:
+    if shares:
         left = devices
     else:
         _refuse_shared(engines)
@@ -80,7 +81,7 @@ def place(settings: ServerSettings, machine: Hardware) -> DevicePlacement:
     ranks: Sequence[Device] = ()
     if on_devices:
         needed = settings.ranks.nproc or 1
-        if not inference.share_devices and (len(left) < needed or taken >= len(devices)):
+        if not shares and (len(left) < needed or taken >= len(devices)):
             raise _too_few(settings, devices, max(taken, len(used)), needed)
         if len(left) < needed:
             raise _invalid(
@@ -88,7 +89,7 @@ def place(settings: ServerSettings, machine: Hardware) -> DevicePlacement:
                 f'lower ranks.nproc, show more devices ({VISIBLE}), or set ranks.backend to "gloo"',
             )
         ranks = left[: settings.ranks.nproc or len(left)]
-    elif taken > len(devices) and not inference.share_devices:
+    elif taken > len(devices) and not shares:
         raise _too_few(settings, devices, taken, 0)
     return DevicePlacement(ranks=ranks, engines=engines, engine_share=_engine_share(inference) if engines else 0.0)
 
@@ -101,7 +102,7 @@ def computes_on_devices(settings: ServerSettings, machine: Hardware) -> bool:
 def _automatic(inference: InferenceSettings, devices: Sequence[Device], each: int) -> dict[str, list[Device]]:
     """Engines take the last devices, in the order of both. With sharing they begin again at the last."""
     taken = each * len(inference.engines)
-    if taken > len(devices) and not inference.share_devices:
+    if taken > len(devices) and inference.share_devices == "no":
         return {name: [] for name in inference.engines}
     order = [devices[(len(devices) - taken + place) % len(devices)] for place in range(taken)]
     return {name: order[number * each : (number + 1) * each] for number, name in enumerate(inference.engines)}
@@ -160,6 +161,9 @@ def engine_size(arguments: Sequence[str]) -> int | None:
 
 
 def _engine_share(inference: InferenceSettings) -> float:
+    if inference.takes_turns:
+        # An engine that sleeps has nothing there.
+        return 0.0
     for value in _values(inference.arguments, _SHARE):
         try:
             return float(value)
@@ -193,7 +197,7 @@ def _refuse_shared(engines: Mapping[str, Sequence[Device]]) -> None:
                 both = f"{name} twice" if owners[device.number] == name else both
                 raise _invalid(
                     f"device {device.number} is of {both}",
-                    "give each engine devices of its own (inference.devices), or set inference.share_devices = true",
+                    "give each engine devices of its own (inference.devices), or set inference.share_devices",
                 )
             owners[device.number] = name
 
@@ -208,7 +212,7 @@ def _too_few(settings: ServerSettings, devices: Sequence[Device], taken: int, ra
         hints.append("lower ranks.nproc")
     if engines:
         hints.append("lower inference.count")
-        hints.append("set inference.share_devices = true, and divide the memory (--gpu-memory-utilization)")
+        hints.append('set inference.share_devices to "memory", and divide it (--gpu-memory-utilization), or to "turns"')
     else:
         hints.append('set ranks.backend to "gloo"')
     return _invalid(

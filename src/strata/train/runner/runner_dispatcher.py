@@ -120,6 +120,8 @@ class RunnerDispatcher:
                 self._link.send(self._restore(message))
             case commands.DispatchCommand():
                 self._link.send(self._execute_once(message))
+            case commands.RankRequest(_, ask_id, commands.YieldDevices() | commands.TakeDevices() as work):
+                self._link.send(self._move(ask_id, work))
             case commands.RankRequest(_, ask_id, work):
                 stop = isinstance(work, commands.Shutdown)
                 self._ranks.broadcast_header(
@@ -131,6 +133,17 @@ class RunnerDispatcher:
             case _:
                 assert_never(message)
         return True
+
+    def _move(self, ask_id: int, work: commands.YieldDevices | commands.TakeDevices) -> commands.HealthReply:
+        """Leave the devices to engines, or take them again. On an error the ranks are where they were."""
+        leaves = isinstance(work, commands.YieldDevices)
+        if not leaves:
+            _log.info("devices_taken")
+        (result,) = self._execute(commands.ManageModel(ops.Sleep() if leaves else ops.Wake()))
+        failure = result.message if isinstance(result, ops.Failed) else ""
+        if leaves:
+            _log.info("devices_yielded", failure=failure)
+        return commands.HealthReply(self._generation, ask_id, [*range(self._ranks.size)], failure)
 
     def _refusal(self, message: commands.ToRank) -> str | None:
         """Says why this message is not handled; None if it is."""

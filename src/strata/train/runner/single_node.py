@@ -28,6 +28,7 @@ from strata.base import log
 from strata.base.parent import end_with_parent, name_process
 from strata.base.retry import Backoff, no_jitter
 from strata.base.settings import put_variables
+from strata.train.device_permit import wait_to_start_ranks
 from strata.train.runner.collectives import SINGLE_NODE
 from strata.train.runner.model.base import import_architecture
 from strata.train.runner.runner_dispatcher import run_rank
@@ -73,6 +74,7 @@ def main() -> int:
         return run_rank(settings, notify_ready)
 
     def run_one_group() -> GroupEnd:
+        wait_to_start_ranks(settings)
         # The file of an earlier group would be mistaken for this one's.
         settings.rendezvous_file.unlink(missing_ok=True)
         return run_group(run, size)

@@ -1,0 +1,137 @@
+"""Real ranks and an engine that take turns on shared devices: who is awake when, while any of them is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+import pytest
+import pytest_asyncio
+
+from soak.train.server import ServeOptions, ServeProcess, make_model, serving
+from strata.sdk.train import TrainingServer
+from strata.train.core.facts import DeviceTurnRequested, DeviceTurnTaken
+from tests.shell.train_endpoints.fake_engines import engine_settings
+from tests.shell.train_endpoints.test_engine_supervision import draw, engines
+from tests.support.fake_vllm import make_fake_package
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
+RANKS: Final = {"ranks_may_start": "awake", "devices_taken": "awake", "devices_yielded": "asleep"}
+"""What rank 0, and who starts the ranks, log when they have the devices or leave them."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ServeProcess]:
+    folder = tmp_path_factory.mktemp("t")
+    model, package = folder / "model", make_fake_package(folder / "package")
+    await asyncio.to_thread(make_model, model)
+    more = engine_settings(
+        package,
+        'share_devices = "turns"',
+        "turn_s = 1.0",
+        f'arguments = ["--fake-delay-s", "0.05", "--fake-ledger", "{folder}/ledger"]',
+    )
+    async with serving(folder / "s", model, "real", options=ServeOptions(more=more)) as found:
+        yield found
+
+
+def ledger(server: ServeProcess) -> Path:
+    return server.folder.parent / "ledger"
+
+
+def kill(server: ServeProcess, side: str) -> None:
+    """All processes of a side, at once. They have left the devices then."""
+    pids = server.pids("rank") if side == "ranks" else [*engines(server).values()]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    with ledger(server).open("a", encoding="utf-8") as file:
+        file.write(f"{time.time()} {side.removesuffix('-0')} dead\n")
+
+
+def moves(server: ServeProcess) -> list[tuple[float, str, str]]:
+    """When which side was awake, asleep or dead, in order."""
+    found = []
+    for line in ledger(server).read_text(encoding="utf-8").splitlines():
+        at, name, condition = line.split()
+        found.append((float(at), "engines" if name.startswith("engine") else name, condition))
+    for event, condition in RANKS.items():
+        for logged in server.logged(event):
+            assert not logged.get("failure")
+            # Times of the log are cut to milliseconds.
+            cut_s = 0.001 if condition == "awake" else 0.0
+            found.append((datetime.fromisoformat(logged["ts"]).timestamp() + cut_s, "ranks", condition))
+    return sorted(found)
+
+
+def check_never_both_awake(server: ServeProcess) -> int:
+    """Returns how often the devices went from one side to the other."""
+    awake: set[str] = set()
+    last, changes = "", 0
+    for at, side, condition in moves(server):
+        (awake.add if condition == "awake" else awake.discard)(side)
+        assert len(awake) < 2, f"both are awake at {at}: {moves(server)}"
+        if condition == "awake" and side != last:
+            last, changes = side, changes + 1
+    return changes
+
+
+def train(client: TrainingServer, steps: int) -> None:
+    """Each step makes other weights, and the engine samples from them: twice the same."""
+    model = client.create_model("tiny", rank=8)
+    drawn = []
+    for _ in range(steps):
+        model.optim_step(1e-2).result()
+        sampler = model.sampler().result()
+        drawn.append(draw(sampler))
+        assert draw(sampler) == drawn[-1]
+    assert all(one != other for one, other in itertools.pairwise(drawn))
+
+
+async def work(server: ServeProcess, steps: int) -> None:
+    def run() -> None:
+        with TrainingServer(server.url, server.key) as client:
+            train(client, steps)
+
+    await asyncio.to_thread(run)
+
+
+async def test_they_are_never_awake_together_while_a_client_trains_and_samples_in_turn(server: ServeProcess) -> None:
+    await work(server, 2)
+    assert check_never_both_awake(server) >= 4
+
+
+async def test_they_are_not_when_ranks_engine_and_orchestrator_are_killed_either(server: ServeProcess) -> None:
+    chance = random.Random(64)
+    working = asyncio.create_task(work(server, 4))
+    victims = ["ranks", "engines", "orchestrator"] * 3
+    chance.shuffle(victims)
+    for victim in victims:
+        # Anywhere in a turn, or in a handover.
+        await asyncio.sleep(chance.uniform(0.3, 1.5))
+        if working.done():
+            break
+        if victim == "orchestrator":
+            server.kill("orchestrator")
+        else:
+            kill(server, victim)
+    await working
+    assert check_never_both_awake(server) >= 8
+
+
+async def test_the_journal_has_each_turn_once_and_in_order(server: ServeProcess) -> None:
+    """The last one: a journal in SQLite is read when its server has ended."""
+    await server.stop()
+    facts = [each for each in await server.journaled() if isinstance(each, DeviceTurnRequested | DeviceTurnTaken)]
+    assert [type(each) for each in facts[:4]] == [DeviceTurnRequested, DeviceTurnTaken] * 2
+    assert [each.number for each in facts] == [number // 2 + 1 for number in range(len(facts))]
+    assert [each.side for each in facts[1::2]] == ["engines", "ranks"] * (len(facts) // 4) + ["engines"] * (
+        len(facts) // 2 % 2
+    )
