@@ -1,4 +1,4 @@
-"""Ranks on two nodes that are started by hand, and a launcher that connects to them: as docs/how-to has it."""
+"""Ranks on two nodes that torchrun starts, and a launcher that connects to them."""
 
 from __future__ import annotations
 
@@ -53,9 +53,31 @@ with TrainingServer("http://127.0.0.1:5555", key) as server:
 """
 
 
-class Page(NamedTuple):
-    """What stands on the page, in its order."""
+NODES: Final = """
+[server]
+data = "strata-train"
 
+[model]
+path = "model"
+name = "tiny"
+
+[ranks]
+mode = "connect"
+rank0 = "file:strata-train/rank0.address"
+"""
+
+
+def node(address: str, *, is_host: bool) -> str:
+    return (
+        "GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 "
+        f"torchrun --nnodes=2 --nproc-per-node=1 --max-restarts=0 --local-addr={address} "
+        f"--rdzv-backend=c10d --rdzv-endpoint={FIRST}:29400 --rdzv-id=tiny "
+        f"--rdzv-conf=is_host={int(is_host)},read_timeout=10,join_timeout=600 "
+        "-m strata.train.runner --settings nodes.toml"
+    )
+
+
+class Page(NamedTuple):
     files: dict[str, str]
     make_keys: str
     first: str
@@ -65,10 +87,15 @@ class Page(NamedTuple):
 
 @pytest.fixture(scope="module")
 def page() -> Page:
-    text = (PAGES / "train-on-several-nodes.md").read_text(encoding="utf-8")
     on_one_machine = (PAGES / "train-by-api.md").read_text(encoding="utf-8")
-    commands = [block.body for block in blocks(text) if block.language == "bash"]
-    return Page({block.title: block.body for block in blocks(text + on_one_machine) if block.title}, *commands)
+    files = {block.title: block.body for block in blocks(on_one_machine) if block.title}
+    return Page(
+        files | {"nodes.toml": NODES},
+        "strata serve nodes.toml --make-keys",
+        node(FIRST, is_host=True),
+        node(SECOND, is_host=False),
+        "strata serve nodes.toml",
+    )
 
 
 @pytest.fixture

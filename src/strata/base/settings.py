@@ -47,6 +47,7 @@ SECTIONS: Final = (
     "server",
     "model",
     "ranks",
+    "hosts",
     "limits",
     "sampling",
     "snapshots",

@@ -1,6 +1,6 @@
 """Settings of the training server with all defaults and checks, one file for all its processes: sections `server`,
-`model`, `ranks`, `limits`, `sampling`, `snapshots`, `checkpoints`, `inference`, `parallel`; also ports and names of
-files.
+`model`, `ranks`, `hosts`, `limits`, `sampling`, `snapshots`, `checkpoints`, `inference`, `parallel`; also ports and
+names of files.
 
 Launcher, orchestrator, API servers and ranks read the same file, so that no setting has to be passed from one to the
 other. The addresses of their links and the paths of their files are derived here and nowhere else.
@@ -192,6 +192,22 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     differs by more than rounding is then stopped. Slower on CUDA devices, on which it is experimental."""
 
 
+class HostsSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Ranks on several hosts: this one, on which the server runs, and others that join it."""
+
+    listen: Annotated[str, msgspec.Meta(pattern=r"^([0-9]{1,3}(\.[0-9]{1,3}){3}:[0-9]{1,5})?$")] = ""
+    """`IP:PORT` on this host, for hosts that join: an IPv4 address of a network of their own. Unless set the ranks are
+    on this host alone."""
+    count: Count = 1
+    """Hosts with ranks, this one among them. Each has `ranks.nproc`."""
+    wait_s: Annotated[float, msgspec.Meta(ge=0)] = 60.0
+    """How long a server that starts waits for that many; then it goes on with those that are there."""
+    lost_after_s: Annotated[float, msgspec.Meta(ge=2)] = 10.0
+    """A host that is silent for so long is lost: the others go on without it."""
+    grow_after_s: Annotated[float, msgspec.Meta(ge=0)] = 60.0
+    """A host that joins gets ranks after the next snapshot, or so long after it joined: all ranks start again then."""
+
+
 class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_running_requests: Count = 2
     """Dispatches at the ranks: one computes, the others queue there, so that the ranks never wait for the link."""
@@ -374,6 +390,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelSettings
     ranks: RankSettings
     limits: LimitSettings
+    hosts: HostsSettings = HostsSettings()
     sampling: SamplingSettings = SamplingSettings()
     snapshots: SnapshotSettings = SnapshotSettings()
     checkpoints: CheckpointSettings = CheckpointSettings()
@@ -393,6 +410,11 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.ranks.collective_timeout_s is not None:
             set_here.setdefault("first_pass_timeout_s", self.ranks.collective_timeout_s)
         return DeviceValues(**set_here)
+
+    @property
+    def all_ranks(self) -> int:
+        """Returns how many ranks there are on all hosts."""
+        return self.by_device.nproc * self.hosts.count
 
     @property
     def stream(self) -> str:
@@ -495,6 +517,16 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def rendezvous_file(self) -> Path:
         """The file through which ranks on a single node rendezvous."""
         return self.sockets / "ranks.store"
+
+    @property
+    def hosts_keys(self) -> Path:
+        """The keys of the port on which hosts join."""
+        return self.data / "hosts.keys"
+
+    @property
+    def invite(self) -> Path:
+        """What a host needs to join: part of those keys."""
+        return self.data / "hosts.invite"
 
     @property
     def keys(self) -> Path:

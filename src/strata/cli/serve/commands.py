@@ -39,9 +39,16 @@ def serve() -> None:
 
 
 @serve.command()
-@click.argument("config", metavar="CONFIG|MODEL")
+@click.argument("config", metavar="CONFIG|MODEL", required=False)
 @click.option("--make-keys", is_flag=True, help="Create the keys for links to ranks on other machines, and exit.")
-def run(config: str, *, make_keys: bool) -> None:
+@click.option("--join", metavar="IP:PORT", help="Have ranks of the server whose first host listens there.")
+@click.option(
+    "--invite", type=click.Path(path_type=Path), help="A copy of hosts.invite from that server's data folder."
+)
+@click.option(
+    "--data", type=click.Path(path_type=Path), default=Path("strata-host"), help="Folder of a host that joins."
+)
+def run(config: str | None, *, make_keys: bool, join: str | None, invite: Path | None, data: Path) -> None:
     """Run a training server, which trains a model through an API.
 
     MODEL is a folder or an id in the Hugging Face cache, and everything else is left to defaults and devices. CONFIG is
@@ -49,6 +56,9 @@ def run(config: str, *, make_keys: bool) -> None:
     inference; every setting can also be set in the environment (STRATA_MODEL_PATH, …). The command starts the ranks,
     the orchestrator and the API servers, and restarts each when it dies. SIGTERM stops them in order. With ranks.mode =
     "connect" it attaches to ranks that were started elsewhere.
+
+    With hosts.listen other hosts may join: --join, instead of CONFIG, gives this host's cores or devices to the server
+    there, which sends settings and model.
     """
     from strata.cli.extras import require
 
@@ -62,6 +72,12 @@ def run(config: str, *, make_keys: bool) -> None:
     from strata.train.plan.model_files import find_model_files
     from strata.train.settings import load_settings
 
+    if join is not None:
+        require("torch", extra="train")
+        _join(config, join, invite, data)
+        return
+    if config is None:
+        raise click.UsageError("name a settings file or a model, or --join a server")
     file = _settings_file(config)
     settings = load_settings(file)
     if make_keys:
@@ -88,6 +104,18 @@ def run(config: str, *, make_keys: bool) -> None:
             print_error(f"strata serve: {sentence}")
 
     run_launcher(resolution, file, announce, api_module="strata.cli.serve.api_process")
+
+
+def _join(config: str | None, address: str, invite: Path | None, data: Path) -> None:
+    if config is not None:
+        raise click.UsageError("a host that joins gets its settings from the first one: CONFIG does not go with --join")
+    if invite is None:
+        raise click.UsageError("--join needs --invite: copy hosts.invite from the data folder of the first host")
+    from strata.train.launch.joined_host import run_joined_host
+
+    configure_log(None, "info")
+    print_error(f"strata serve: joining the server at {address}; Ctrl-C stops it")
+    run_joined_host(address, invite, data, lambda sentence: print_error(f"strata serve: {sentence}"))
 
 
 def _settings_file(named: str) -> Path:
@@ -123,11 +151,10 @@ def _settings_file(named: str) -> Path:
 def _ranks(settings: ServerSettings) -> str:
     from strata.cli.fleet.client import format_count
 
-    return (
-        "ranks started elsewhere"
-        if settings.ranks.mode == "connect"
-        else format_count(settings.by_device.nproc, "rank")
-    )
+    if settings.ranks.mode == "connect":
+        return "ranks started elsewhere"
+    ranks = format_count(settings.all_ranks, "rank")
+    return f"{ranks} of {settings.hosts.count} hosts" if settings.hosts.listen else ranks
 
 
 def ready_sentences(settings: ServerSettings, address: str) -> list[str]:

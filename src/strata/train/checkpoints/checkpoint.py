@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -263,11 +263,23 @@ def sync_and_digest(files: Iterable[Path]) -> dict[str, CheckpointFile]:
             raise StrataError(Code.INTERNAL, f"{path.name!r} is no name for a file of a checkpoint")
     with ThreadPoolExecutor(THREADS) as pool:
         syncing = [pool.submit(sync_file, path) for path in paths]
-        digests = [_start_digest(pool, path) for path in paths]
-        found = [digest() for digest in digests]
+        found = _digest_all(pool, paths)
         for each in syncing:
             each.result()
-    return {path.name: CheckpointFile(digest, path.stat().st_size) for path, digest in zip(paths, found, strict=True)}
+    return found
+
+
+def digest_files(files: Iterable[Path]) -> dict[str, CheckpointFile]:
+    """Digests of files that need not be those of a checkpoint. Every byte is read."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        return _digest_all(pool, sorted(files))
+
+
+def _digest_all(pool: ThreadPoolExecutor, paths: Sequence[Path]) -> dict[str, CheckpointFile]:
+    digests = [_start_digest(pool, path) for path in paths]
+    return {
+        path.name: CheckpointFile(digest(), path.stat().st_size) for path, digest in zip(paths, digests, strict=True)
+    }
 
 
 def find_damaged(folder: Path, files: Mapping[str, CheckpointFile]) -> str | None:

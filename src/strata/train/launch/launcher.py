@@ -28,8 +28,10 @@ from strata.base.settings import process_environment
 from strata.http import otel
 from strata.train.key_database import prepare_first_key
 from strata.train.launch.engine_supervisor import EngineSupervisor, check_engine, write_engine_key
+from strata.train.launch.first_host import FirstHost
 from strata.train.launch.preflight import (
     check_features,
+    check_hosts,
     check_memory,
     check_mesh,
     check_model,
@@ -116,9 +118,14 @@ class Launcher:
         self._address = ""
         self._file = file
         self._environment = environment
-        self._ranks: SupervisedProcess | None = None
+        self._ranks: SupervisedProcess | FirstHost | None = None
         if settings.ranks.mode == "auto":
-            self._ranks = SupervisedProcess(rank_command(resolution, file, environment), clock, lambda _: None)
+            command = rank_command(resolution, file, environment)
+            self._ranks = (
+                FirstHost(settings, command, clock)
+                if settings.hosts.listen
+                else SupervisedProcess(command, clock, lambda _: None)
+            )
         self._orchestrator = SupervisedProcess(
             orchestrator_command(file, holder, {**environment, **resolution.variables}),
             clock,
@@ -163,6 +170,7 @@ class Launcher:
             raise StrataError(Code.INVALID, 'server.listen = "unix" has one socket: set server.api_servers to 1')
         # An invalid address is reported here, once, and not by each process that would listen there.
         _log.debug("link_addresses", requests=settings.requests, outputs=settings.outputs)
+        check_hosts(settings)
         over_tcp = settings.server.transport == "tcp" or settings.rank0.startswith(("tcp:", "file:"))
         if settings.ranks.mode == "auto":
             check_mesh(settings)
@@ -225,8 +233,8 @@ class Launcher:
         self._supervise(process)
         await self._wait(listening, START_S, f"the {process.command.name} does not listen")
 
-    def _supervise(self, process: SupervisedProcess) -> None:
-        self._supervisors.append(asyncio.create_task(process.supervise(), name=process.command.name))
+    def _supervise(self, process: SupervisedProcess | FirstHost) -> None:
+        self._supervisors.append(asyncio.create_task(process.supervise(), name=process.name))
 
     async def _wait(self, event: asyncio.Event, timeout_s: float, failure: str) -> None:
         """Wait for an event of the start; raises when it times out or when a process has failed for good."""
@@ -249,7 +257,7 @@ class Launcher:
                 self._leading.set()
             case "attached":
                 if self._ranks is not None:
-                    self._ranks.was_ready = True
+                    self._ranks.ranks_attached()
                 self._attached.set()
             case "stuck":
                 if self._ranks is None:
@@ -262,6 +270,9 @@ class Launcher:
                 for engine in self._engines:
                     if engine.name == group:
                         engine.process.kill()
+            case "snapshot":
+                if isinstance(self._ranks, FirstHost):
+                    self._ranks.snapshot_committed()
             case "lost":
                 # They are dead or about to die: their parent kills the others as well, and forks the next group.
                 pass

@@ -43,11 +43,20 @@ def check_model(settings: ServerSettings) -> None:
 
 def check_mesh(settings: ServerSettings) -> None:
     """INVALID if the ranks do not form the mesh that `parallel` describes, or the model cannot be on it."""
-    if problem := settings.parallel.problem(settings.by_device.nproc):
+    if problem := settings.parallel.problem(settings.all_ranks):
         raise StrataError(Code.INVALID, problem)
     check_features(settings)
     if problem := settings.parallel.shape_problem(_config(settings) or {}):
         raise StrataError(Code.INVALID, problem)
+
+
+def check_hosts(settings: ServerSettings) -> None:
+    """INVALID if hosts are to join that cannot."""
+    hosts = settings.hosts
+    if hosts.count > 1 and not hosts.listen:
+        raise StrataError(Code.INVALID, f"hosts.count is {hosts.count}, and hosts.listen says nothing")
+    if hosts.listen and settings.ranks.mode == "connect":
+        raise StrataError(Code.INVALID, 'hosts.listen is for ranks that the server starts: ranks.mode = "auto"')
 
 
 def check_features(settings: ServerSettings) -> None:
@@ -66,7 +75,8 @@ def report_experimental_features(resolution: ResolvedSettings) -> None:
     """Log a line for each feature of the server that is experimental, alone or in this combination."""
     combination, ranks = server_combination(resolution.settings), resolution.settings.ranks
     devices = (resolution.device, "nccl" if ranks.backend == "nccl" else "")
-    report_experimental((*combination.features, *devices, "ranks.mode" if ranks.mode == "connect" else ""))
+    hosts = "hosts.listen" if resolution.settings.hosts.listen else ""
+    report_experimental((*combination.features, *devices, "ranks.mode" if ranks.mode == "connect" else "", hosts))
     verdict = assess(combination)
     if verdict.level == "experimental":
         _log.warning("experimental_feature", name=verdict.features[0], reason=verdict.why)
@@ -115,7 +125,7 @@ def check_memory(resolution: ResolvedSettings) -> None:
     if available is None:
         return
     if needed.base > available:
-        ranks = settings.by_device.nproc
+        ranks = settings.all_ranks
         room = f" on each of {ranks} ranks, and each has" if ranks > 1 else ", and there are"
         beside = ", beside what the engines take of the same devices" if _is_shared(resolution.placement) else ""
         raise StrataError(

@@ -42,6 +42,8 @@ class ProcessCommand:
     environment: Mapping[str, str]
     log: Path | None = None
     """The file for its output since its last start; unless set it shares that of the launcher."""
+    reads_orders: bool = False
+    """Whether it reads lines from its standard input (`write`)."""
 
 
 class SupervisedProcess:
@@ -66,6 +68,13 @@ class SupervisedProcess:
         self.was_ready = False
         """Whether it has been ready once. One that never was and dies again has a fault that no restart repairs."""
         self.starts = 0
+
+    @property
+    def name(self) -> str:
+        return self.command.name
+
+    def ranks_attached(self) -> None:
+        self.was_ready = True
 
     @property
     def pid(self) -> int | None:
@@ -126,7 +135,7 @@ class SupervisedProcess:
             self._process = await asyncio.create_subprocess_exec(
                 *arguments,
                 env=dict(self.command.environment),
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.PIPE if self.command.reads_orders else asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 pass_fds=(writing,),
@@ -162,6 +171,12 @@ class SupervisedProcess:
                 self._on_event(line.decode("utf-8", errors="replace").strip())
         finally:
             transport.close()
+
+    def write(self, line: bytes) -> None:
+        """Give a process that reads orders one; one that has ended needs none."""
+        process = self._process
+        if self.pid is not None and process is not None and process.stdin is not None:
+            process.stdin.write(line + b"\n")
 
     def kill(self) -> None:
         """Kill it now, with all its descendants; `supervise` restarts it."""

@@ -72,8 +72,8 @@ MAX_OPEN_REQUESTS: Final = 5_000
 
 _log = log.get(__name__)
 Notify = Callable[[str], None]
-"""Notifies the launcher: `leading`, `attached GROUP`, `lost GROUP`, `stuck GROUP`, `stuck-engine NAME`. A group that
-never replied is `unknown`."""
+"""Notifies the launcher: `leading`, `attached GROUP`, `lost GROUP`, `stuck GROUP`, `stuck-engine NAME`, `snapshot NUMBER`.
+A group that never replied is `unknown`."""
 
 
 class Orchestrator:
@@ -163,6 +163,7 @@ class Orchestrator:
                 self._replicator.fetch if self._replicator is not None else None,
             ),
             throughput=ThroughputEstimate(),
+            notify=self._notify,
         )
 
     async def _lead(

@@ -9,7 +9,7 @@ restores the newest snapshot of the models, if there is one, and then replays wh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final, NamedTuple, assert_never
@@ -65,6 +65,8 @@ class OrchestratorContext:
     throughput: ThroughputEstimate
     attached: commands.AttachReply | None = None
     """The group of ranks that is in a session."""
+    notify: Callable[[str], None] = lambda _: None
+    """Notifies the launcher."""
 
     @property
     def base(self) -> commands.ModelInfo | None:
@@ -423,6 +425,7 @@ class RankSession:
             _log.error("model_snapshot_failed", number=written.number, reason=written.trouble)
         decision, _ = store.submit_nowait(CommitSnapshot(written, store.clock.wall_s()))
         if decision.facts and written.trouble is None:
+            self._context.notify(f"snapshot {written.number}")
             _log.info(
                 "model_snapshot_committed",
                 number=written.number,

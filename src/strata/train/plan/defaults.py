@@ -196,7 +196,7 @@ def _replicated(
         return limit, reason
     values = DeviceValues(nproc=ranks, dtype=dtype, replicated_mb=limit)
     recipe = memory_recipe(with_values(settings, values), "cuda")
-    mesh = mesh_shape(settings.parallel, ranks)
+    mesh = mesh_shape(settings.parallel, ranks * settings.hosts.count)
     cost = model_cost(files, recipe, mesh)
     size = f"the base has {_gb(cost.parameters * recipe.item_bytes - cost.saved_bytes)} GB"
     return limit, f"{reason}; {size}: {'replicated' if is_replicated(cost, recipe, mesh) else 'sharded'}"

@@ -47,7 +47,7 @@ def estimate(settings: ServerSettings, model: ModelFiles, device: DeviceKind = "
     """Estimates the memory to start: without a LoRA model, a sample or a second pass before a step. The activations of
     a row come on top."""
     recipe = memory_recipe(settings, device)
-    mesh = mesh_shape(settings.parallel, settings.by_device.nproc)
+    mesh = mesh_shape(settings.parallel, settings.all_ranks)
     cost = largest_stage_cost(model, recipe, settings.parallel, mesh)
     least = msgspec.structs.replace(recipe, slots=0, cached_tokens=0, accumulates=False)
     # What may work is not refused.

@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
 
 from strata.base.errors import Code, StrataError
 from strata.base.settings import process_environment
 from strata.train.runner.determinism import use_deterministic_kernels
+from strata.train.runner.host_files import HostFiles, OwnFiles
 from strata.train.runner.settings import RunnerSettings
 
 SINGLE_NODE: Final = "strata-single-node"
@@ -49,8 +51,11 @@ _decode: Final = msgspec.msgpack.Decoder(list[RankError]).decode
 _decode_places: Final = msgspec.msgpack.Decoder(list[tuple[int, int]]).decode
 
 
-def join_process_group(settings: RunnerSettings, rendezvous_file: Path) -> torch.device:
-    """Rendezvous with the other ranks: through a file on a single node, else as torchrun says. Returns the device."""
+def join_process_group(
+    settings: RunnerSettings, rendezvous_file: Path, meet: Callable[[], Store] | None = None
+) -> torch.device:
+    """Rendezvous with the other ranks: through a file on a single node, through the store of `meet` on hosts of one
+    server, else as torchrun says. Returns the device."""
     if settings.deterministic:
         use_deterministic_kernels()
     with_cuda = settings.backend == "nccl" or (settings.backend == "auto" and torch.cuda.is_available())
@@ -60,7 +65,8 @@ def join_process_group(settings: RunnerSettings, rendezvous_file: Path) -> torch
     host_timeout_s = HOST_TIMEOUT_S if with_cuda else settings.first_pass_timeout_s
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if with_cuda else "gloo",
-        init_method=f"file://{rendezvous_file}" if single_node else "env://",
+        init_method=None if meet is not None else f"file://{rendezvous_file}" if single_node else "env://",
+        store=None if meet is None else meet(),
         rank=int(environment["RANK"]),
         world_size=int(environment["WORLD_SIZE"]),
         timeout=timedelta(seconds=host_timeout_s),
@@ -154,11 +160,15 @@ class MeshGroup:
 class RankGroup:
     """This rank among the others. Every method that communicates is called by all of them, in the same order."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, files: HostFiles | None = None) -> None:
+        self.files: HostFiles = files or OwnFiles()
+        """Where its host has checkpoints and snapshots."""
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self.local_size = int(process_environment().get("LOCAL_WORLD_SIZE", self.size))
+        environment = process_environment()
+        self.local_size = int(environment.get("LOCAL_WORLD_SIZE", self.size))
         """How many of the ranks are on this machine."""
+        self.local_rank = int(environment.get("LOCAL_RANK", self.rank))
         self.device = device
         self.shares = ShareGroup(self.rank, self.size)
         """All ranks."""

@@ -26,6 +26,7 @@ from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core import commands, ops
 from strata.train.core.replay_differences import RankNumerics
 from strata.train.runner.checkpoint import formats, save_load
+from strata.train.runner.checkpoint.save_load import fetch_folder
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.model.base import DTYPES, load_base
@@ -83,7 +84,7 @@ class ModelRunner:
             slots=settings.slots,
             in_memory=settings.models_in_memory,
         )
-        self.snapshots = SnapshotWriter(ranks.rank, settings.snapshot_timeout_s)
+        self.snapshots = SnapshotWriter(ranks.rank, settings.snapshot_timeout_s, ranks.files)
         self._copies = state.HostCopies(ranks.device)
         """Those of the last snapshot, which may still be under way."""
 
@@ -293,14 +294,15 @@ class ModelRunner:
         self.snapshots.start(number, folder, copy, perf_counter() - started_s)
         return None
 
-    def restore(self, folder: Path, digest: str) -> None:
+    def restore(self, named: Path, digest: str) -> None:
         """Restore a snapshot. On an error these ranks stay as they were: as they started."""
         self._copies.hold_writes()
         ranks = self.ranks
+        folder = fetch_folder(named, ranks)
         with ranks.collective_errors():
             manifest = files.read_manifest(folder, digest)
             state.check_base(manifest, self._manifest())
-            files.verify(folder, manifest, rank=ranks.rank, ranks=ranks.size)
+            files.verify(folder, manifest, rank=ranks.local_rank, ranks=ranks.local_size)
         failpoint("train.snapshot.before_restore")
         models: dict[str, TrainedModel] = {}
         installs: list[Callable[[], None]] = []
@@ -313,6 +315,7 @@ class ModelRunner:
                 models[created.model_id] = model
                 installs.append(state.read_model(reader, number, entry, model))
             installs += [self._read_sampler(reader, number, entry) for number, entry in enumerate(manifest.samplers)]
+        ranks.files.drop(named)
         failpoint("train.snapshot.before_put")
         for install in installs:
             install()

@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol, assert_never
+from typing import NamedTuple, Protocol, assert_never
 
 import msgspec
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from strata import __version__
 from strata.base import log, trace
@@ -34,6 +35,7 @@ from strata.train.core.sampling import SampledPart, SamplingSlice, SliceResult
 from strata.train.link.rank import RankLink
 from strata.train.link.sockets import load_keys
 from strata.train.runner.collectives import RankGroup, join_process_group
+from strata.train.runner.host_files import HostFiles
 from strata.train.runner.model_runner import BroadcastWork, Executed, ModelRunner
 from strata.train.runner.passes import partition
 from strata.train.runner.sampling import scatter
@@ -328,13 +330,20 @@ def main() -> int:
     return run_rank(settings, lambda: None)
 
 
-def run_rank(settings: ServerSettings, on_ready: Callable[[], object]) -> int:
+class HostRank(NamedTuple):
+    """A rank of a server on several hosts: how it meets the others, and its host's files."""
+
+    meet: Callable[[], Store]
+    files: HostFiles
+
+
+def run_rank(settings: ServerSettings, on_ready: Callable[[], object], host: HostRank | None = None) -> int:
     """Join the other ranks and serve until a shutdown; returns the exit status. The environment has this rank."""
     own = runner_settings(settings)
     stop_traces = otel.configure("strata-rank", process_environment())
     try:
-        device = join_process_group(own, settings.rendezvous_file)
-        serve(settings, own, RankGroup(device), on_ready)
+        device = join_process_group(own, settings.rendezvous_file, None if host is None else host.meet)
+        serve(settings, own, RankGroup(device, None if host is None else host.files), on_ready)
     except StrataError as error:
         _log.error("rank_start_failed", reason=str(error), code=error.code.value)
         return 1

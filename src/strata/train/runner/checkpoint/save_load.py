@@ -104,9 +104,13 @@ def _save_shards(
         return
     with ranks.collective_errors():
         if own := formats.own_state(model):
-            file = shards.write(temporary, own, ranks.rank)
+            outgoing = ranks.files.outgoing(temporary)
+            outgoing.mkdir(parents=True, exist_ok=True, mode=0o700)
+            file = shards.write(outgoing, own, ranks.rank)
             failpoint("train.checkpoint.after_shard")
             files |= sync_and_digest([file])
+            ranks.files.send(temporary, [file])
+            ranks.files.sent(temporary)
     gathered = ranks.gather(msgspec.msgpack.encode(files))
     with ranks.collective_errors():
         for rank, data in enumerate(gathered):
@@ -123,13 +127,14 @@ def _check_visible(temporary: Path, files: Mapping[str, CheckpointFile], rank: i
             raise StrataError(
                 Code.UNAVAILABLE,
                 f"rank 0 does not see what rank {rank} wrote into {temporary}",
-                hint="all ranks need one file system for checkpoints",
+                hint="ranks that torchrun starts need one file system for checkpoints",
             )
 
 
-def load(folder: Path, model: TrainedModel, base: BaseModel, ranks: RankGroup, *, optimizer: bool) -> Install:
+def load(named: Path, model: TrainedModel, base: BaseModel, ranks: RankGroup, *, optimizer: bool) -> Install:
     """Read and check everything. No file is opened before all ranks together have verified all digests."""
     install: Install
+    folder = fetch_folder(named, ranks)
     manifest = _read_manifest(folder, base, ranks)
     with ranks.collective_errors():
         name = folder.name
@@ -143,12 +148,23 @@ def load(folder: Path, model: TrainedModel, base: BaseModel, ranks: RankGroup, *
             assert isinstance(model, LoraModel)
             _check_scale(manifest.lora, model.adapter.config)
             install = formats.read_adapter(folder, model, manifest, optimizer=optimizer)
+    ranks.files.drop(named)
     return install
 
 
-def open_weights(folder: Path, base: BaseModel, ranks: RankGroup) -> Adapter | dict[str, torch.Tensor]:
+def fetch_folder(named: Path, ranks: RankGroup) -> Path:
+    """Let one rank of each host get the folder, if the ranks are on several; returns where it is on this one."""
+    if ranks.local_size < ranks.size:
+        with ranks.collective_errors():
+            if ranks.local_rank == 0:
+                ranks.files.fetch(named)
+    return ranks.files.fetched(named)
+
+
+def open_weights(named: Path, base: BaseModel, ranks: RankGroup) -> Adapter | dict[str, torch.Tensor]:
     """Load saved weights for a sampler, next to the live ones."""
     weights: Adapter | dict[str, torch.Tensor]
+    folder = fetch_folder(named, ranks)
     manifest = _read_manifest(folder, base, ranks)
     lora = manifest.lora
     with ranks.collective_errors():
@@ -159,13 +175,14 @@ def open_weights(folder: Path, base: BaseModel, ranks: RankGroup) -> Adapter | d
         else:
             weights = base.new_sampled_adapter(lora, ranks.device)
             weights.install(formats.read_values(folder, weights, manifest))
+    ranks.files.drop(named)
     return weights
 
 
 def _read_manifest(folder: Path, base: BaseModel, ranks: RankGroup) -> CheckpointManifest:
-    """Each rank verifies the digests of a share of the files; when this returns, all files are verified."""
+    """Each rank of a host verifies the digests of a share of the files; when this returns, all files are verified."""
     with ranks.collective_errors():
-        manifest = checkpoint.read(folder, share=(ranks.rank, ranks.size))
+        manifest = checkpoint.read(folder, share=(ranks.local_rank, ranks.local_size))
         for what, there, own in (
             ("base", manifest.base_model, base.info().name),
             ("architecture", manifest.arch, base.arch),

@@ -39,6 +39,7 @@ from strata.train.core import model_options, ops
 from strata.train.core.commands import SnapshotWritten
 from strata.train.plan.quantisation import Quantise
 from strata.train.runner.checkpoint.shards import SHARDING, ShardOffsets
+from strata.train.runner.host_files import HostFiles, OwnFiles
 
 FORMAT: Final = 6
 MANIFEST: Final = "manifest.json"
@@ -102,8 +103,9 @@ class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SnapshotWriter:
     """Writes one snapshot at a time, in a thread of its own. The dispatching thread calls `start` and `take`."""
 
-    def __init__(self, rank: int, timeout_s: float) -> None:
+    def __init__(self, rank: int, timeout_s: float, host: HostFiles | None = None) -> None:
         self._rank = rank
+        self._host: HostFiles = host or OwnFiles()
         self._timeout_s = timeout_s
         self._thread: threading.Thread | None = None
         # A queue: with a plain field, a result that arrives between reading and clearing it would be lost.
@@ -149,20 +151,28 @@ class SnapshotWriter:
                 self.wake()
 
     def _write(self, folder: Path, copy: SnapshotCopy) -> tuple[str, int]:
-        temporary = temporary_folder(folder)
+        named = temporary_folder(folder)
+        temporary = self._host.outgoing(named)
         temporary.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
             sealed = _Sealed(self._write_file(temporary, copy))
+            self._host.send(named, [temporary / name for name in sealed.files])
         except (StrataError, OSError, SafetensorError) as error:
-            _write_sealed(temporary, self._rank, _Sealed(error=str(error)))
+            self._seal(named, _Sealed(error=str(error)))
             raise
         failpoint("train.snapshot.before_sealed")
-        _write_sealed(temporary, self._rank, sealed)
+        self._seal(named, sealed)
         failpoint("train.snapshot.after_sealed")
         if self._rank != 0:
+            self._host.sent(named)
             return "", 0
         files = self._await_ranks(temporary, copy.manifest.ranks)
         return commit(folder, msgspec.structs.replace(copy.manifest, files=files))
+
+    def _seal(self, named: Path, sealed: _Sealed) -> None:
+        temporary = self._host.outgoing(named)
+        _write_sealed(temporary, self._rank, sealed)
+        self._host.send(named, [temporary / _sealed_file(self._rank)])
 
     def _write_file(self, temporary: Path, copy: SnapshotCopy) -> dict[str, CheckpointFile]:
         failpoint("train.snapshot.before_file")
