@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,9 +56,9 @@ with TrainingServer("http://127.0.0.1:5555", key) as server:
             loss = computed.result().loss
             stepped.result()
             print(json.dumps({"part": part, "step": step, "loss": loss, "at_s": time.time()}), flush=True)
-    model.save("trained").result()
+    saved = model.save("trained").result()
+    model.load(saved).result()
     last = model.forward(batch).result()
-    sampler = model.save_for_sampler("sampled")
     print(json.dumps({"logprobs": [list(row) for row in last.logprobs]}), flush=True)
 """
 
@@ -72,7 +71,7 @@ class Page(NamedTuple):
     join: str
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def page() -> Page:
     text = (PAGES / "train-on-several-nodes.md").read_text(encoding="utf-8")
     on_one_machine = (PAGES / "train-by-api.md").read_text(encoding="utf-8")
@@ -101,7 +100,7 @@ class Client:
         """Train the next part; returns when its first result came."""
         part, self._part = self._part, self._part + 1
         (self._folder / f"go-{part}").touch()
-        eventually(lambda: self._task.running and len(self._of(part)) == STEPS or not self._task.running, PATIENCE_S)
+        eventually(lambda: len(self._of(part)) == STEPS or not self._task.running, PATIENCE_S)
         assert len(self._of(part)) == STEPS, self._task.said()[-2000:]
         first: float = self._of(part)[0]["at_s"]
         return first
@@ -128,22 +127,40 @@ class Host:
     def __init__(self, machine: Machine, address: str, folder: Path, hidden: Path, join: str) -> None:
         folder.mkdir()
         self.address = address
-        self._machine, self._folder = machine, folder
+        self.folder = folder
+        self._machine = machine
         self._command = f"unshare --mount sh -c 'mount -t tmpfs none {hidden} && exec {join}'"
         self._starts = 0
         self.task: Task
 
     def join(self, invite: Path) -> None:
-        shutil.copy(invite, self._folder / "hosts.invite")
+        shutil.copy(invite, self.folder / "hosts.invite")
         self._starts += 1
-        self.task = self._machine.start(self._command, self._folder, self._folder / f"join-{self._starts}.log")
+        self.task = self._machine.start(self._command, self.folder, self.folder / f"join-{self._starts}.log")
 
     def signal(self, number: signal.Signals) -> None:
         for pid in [*descendants(self.task.pid), self.task.pid]:
             os.kill(pid, number)
 
     def link(self, state: str) -> None:
-        self._machine.run(f"ip link set eth0 {state}", self._folder)
+        self._machine.run(f"ip link set eth0 {state}", self.folder)
+
+
+def joined(page: Page, machines: list[Machine], place: Path, hidden: Path, invite: Path) -> list[Host]:
+    names = {SECOND: "second", THIRD: "third"}
+    hosts = [
+        Host(machine, address, place / name, hidden, page.join)
+        for machine, (address, name) in zip(machines, names.items(), strict=True)
+    ]
+    for host in hosts:
+        host.join(invite)
+    return hosts
+
+
+def kill_rank(host: Host) -> None:
+    below = descendants(host.task.pid)
+    (rank,) = [pid for pid in below if Path(f"/proc/{pid}/comm").read_text().startswith("strata-rank")]
+    os.kill(rank, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -200,12 +217,7 @@ def test_three_hosts_serve_as_one_and_one_may_be_killed_cut_off_or_frozen(
     server = first.start(page.serve, folder, folder / "serve.log")
     invite = folder / "strata-train" / "hosts.invite"
     eventually(invite.exists, PATIENCE_S)
-    second, third = (
-        Host(machine, address, place / name, folder, page.join)
-        for machine, address, name in zip(others, (SECOND, THIRD), ("second", "third"), strict=True)
-    )
-    for host in (second, third):
-        host.join(invite)
+    second, third = joined(page, others, place, folder, invite)
     server.until_it_says(re.escape(f"{READY} of 3 hosts"))
     # What they have of the model came from the first host.
     assert (place / "third" / "strata-host" / "model" / "model.safetensors").is_file()
@@ -227,14 +239,13 @@ def test_three_hosts_serve_as_one_and_one_may_be_killed_cut_off_or_frozen(
         measured[what] = round(on_two_s, 1), round(on_three_s, 1)
 
     # A rank alone: the same hosts go on.
-    (rank,) = [pid for pid in descendants(second.task.pid) if "strata-rank" in Path(f"/proc/{pid}/comm").read_text()]
-    os.kill(rank, signal.SIGKILL)
+    kill_rank(second)
     client.train()
     assert generations(server) == [3, 3]
 
     disturb("killed", lambda: third.signal(signal.SIGKILL), lambda: third.join(invite))
     disturb("cut off", lambda: second.link("down"), lambda: second.link("up"))
-    frozen = [pid for pid in descendants(third.task.pid)]
+    frozen = descendants(third.task.pid)
     disturb("frozen", lambda: third.signal(signal.SIGSTOP), lambda: third.signal(signal.SIGCONT))
     # Those of the older generation have ended by themselves.
     assert sum(map(is_alive, frozen)) < len(frozen)
@@ -253,30 +264,38 @@ def test_three_hosts_serve_as_one_and_one_may_be_killed_cut_off_or_frozen(
         host.task.stop()
 
 
-def test_files_of_equal_meshes_are_equal_and_a_stranger_gets_nothing(
+def test_shards_of_three_hosts_are_saved_restored_and_loaded_as_those_of_one(
     page: Page, machines: list[Machine], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     place = tmp_path_factory.mktemp("h")
     make_model(place / "tiny")
     first, *others = machines
-    alone = undisturbed(page, first, place / "tiny", place / "one", 2)
-    folder = prepared(page, place / "tiny", place / "first", MORE)
+    parts = 3
+    page.files["hosts.toml"] = page.files["hosts.toml"].replace('name = "tiny"', 'name = "tiny"\ntraining = "full"')
+    alone = undisturbed(page, first, place / "tiny", place / "one", parts)
+
+    folder = prepared(page, place / "tiny", place / "first", f"{MORE}\n[snapshots]\nevery_dispatches = 3\n")
     server = first.start(page.serve, folder, folder / "serve.log")
     invite = folder / "strata-train" / "hosts.invite"
     eventually(invite.exists, PATIENCE_S)
-    hosts = [
-        Host(machine, address, place / name, folder, page.join)
-        for machine, address, name in zip(others, (SECOND, THIRD), ("second", "third"), strict=True)
-    ]
-    for host in hosts:
-        host.join(invite)
+    hosts = joined(page, others, place, folder, invite)
     server.until_it_says(re.escape(READY))
-    client = Client(first, folder, 2)
+    client = Client(first, folder, parts)
     client.train()
-    hosts[0].signal(signal.SIGKILL)
-    hosts[0].join(invite)
-    eventually(lambda: generations(server)[-1] == 3 and len(generations(server)) > 1, PATIENCE_S)
+    server.until_it_says("model_snapshot_committed")
+    kill_rank(hosts[0])
+    client.train()
+    server.until_it_says("model_snapshot_restored")
+    kill_rank(hosts[1])
     client.train()
     together = client.end()
+    assert generations(server) == [3, 3, 3]
+    assert sum(name.startswith("shard-") for name in together.files) == 3
     assert together == alone
     assert server.stop() == 0
+    for host in hosts:
+        host.task.stop()
+        kept = {
+            path.name for path in (host.folder / "strata-host").iterdir() if path.is_dir() and any(path.rglob("*.*"))
+        }
+        assert kept - {"run"} == {"model"}

@@ -76,7 +76,7 @@ class FirstHost:
             "checkpoints": self._settings.checkpoint_folder,
         }
         files = FileService(
-            HostSettings(self._run, ranks_settings(self._settings), str(self._model_folder)),
+            HostSettings(self._run, ranks_settings(self._settings), str(self._model_folder.absolute())),
             roots,
             self._model_files,
             lambda run, generation: run == self._run and generation == self._plan.generation,

@@ -286,6 +286,8 @@ def _set_limits(socket: zmq.Socket[Any]) -> None:
 def _connected(context: zmq.Context[Any], endpoint: str, keys: ClientKeys) -> Any:
     socket = context.socket(zmq.DEALER)
     _set_limits(socket)
+    # What is not sent now would be out of date when the first host is back.
+    socket.immediate = True
     keys.secure_client(socket)
     connect(socket, endpoint)
     return socket

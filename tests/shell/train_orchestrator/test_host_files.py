@@ -1,0 +1,224 @@
+"""Files between the first host of a training server and those that joined."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import pytest
+
+from strata.base.errors import Code, StrataError
+from strata.train.checkpoints.checkpoint import CheckpointFile, digest_files
+from strata.train.link.host_files import (
+    UNSEALED,
+    FileService,
+    fetch_files,
+    list_files,
+    remove_others,
+    send_file,
+)
+from strata.train.link.hosts import (
+    PART_BYTES,
+    FirstHost,
+    Folder,
+    GetSettings,
+    HostOrder,
+    HostSettings,
+    HostsListener,
+    ListFiles,
+    Part,
+    ReadPart,
+    SealFile,
+    WritePart,
+    Written,
+)
+from strata.train.link.keys import ClientKeys, LinkKeys, make_keys, read_invite
+from strata.train.plan.host_plan import HostReport
+
+pytestmark = pytest.mark.timeout(60)
+SETTINGS = HostSettings("run", {"model": {"name": "tiny"}}, "/models/tiny")
+MODEL = Folder("model")
+T = TypeVar("T")
+
+
+class Hosts(NamedTuple):
+    first: Path
+    endpoint: str
+    keys: LinkKeys
+    generation: list[int]
+
+    async def ask(self, what: Callable[[FirstHost], T], keys: ClientKeys | None = None, patience_s: float = 20.0) -> T:
+        """In a thread, as a rank or a host that prepares does."""
+
+        def run() -> T:
+            link = FirstHost(self.endpoint, keys or self.keys.of_clients, patience_s)
+            try:
+                return what(link)
+            finally:
+                link.close()
+
+        return await asyncio.to_thread(run)
+
+    async def refused(self, what: Callable[[FirstHost], object]) -> Code:
+        with pytest.raises(StrataError) as refused:
+            await self.ask(what)
+        return refused.value.code
+
+
+@pytest.fixture
+async def hosts(tmp_path: Path) -> AsyncIterator[Hosts]:
+    first, generation = tmp_path / "first", [7]
+    for name in ("model", "snapshots", "checkpoints"):
+        (first / name).mkdir(parents=True)
+    (first / "model" / "config.json").write_bytes(b"{}")
+    (first / "model" / "model.safetensors").write_bytes(bytes(range(256)) * 40_000)
+    (first / "model" / "secret.txt").write_bytes(b"not of the model")
+    model = digest_files([first / "model" / "config.json", first / "model" / "model.safetensors"])
+    roots = {name: first / name for name in ("model", "snapshots", "checkpoints")}
+    service = FileService(SETTINGS, roots, lambda: model, lambda run, number: (run, number) == ("run", generation[0]))  # type: ignore[arg-type]
+    keys = make_keys(tmp_path / "hosts.keys")
+    listener = HostsListener("tcp://127.0.0.1:*", keys, _order, service.answer)
+    running = asyncio.create_task(listener.run())
+    yield Hosts(first, listener.endpoint, keys, generation)
+    running.cancel()
+    await asyncio.wait([running])
+    listener.close()
+
+
+def _order(report: HostReport) -> HostOrder:
+    return HostOrder("run", None, 10.0, refused=f"{report.name} is refused")
+
+
+async def test_a_model_is_fetched_with_its_digests_and_what_is_there_is_not_fetched_again(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    target = tmp_path / "joined"
+
+    def fetch(first: FirstHost) -> dict[str, CheckpointFile]:
+        files = dict(list_files(first, MODEL))
+        remove_others(target, files)
+        fetch_files(first, MODEL, files, target)
+        return files
+
+    files = await hosts.ask(fetch)
+    assert sorted(files) == ["config.json", "model.safetensors"]
+    assert digest_files(target.iterdir()) == files
+    untouched = (target / "config.json").stat().st_ino
+    # Half of a file from an attempt that was interrupted, and a file that changed.
+    whole = (target / "model.safetensors").read_bytes()
+    (target / "model.safetensors").unlink()
+    (target / f"model.safetensors{UNSEALED}").write_bytes(whole[: PART_BYTES + 1])
+    (target / "other.json").write_bytes(b"[]")
+    await hosts.ask(fetch)
+    assert {path.name for path in target.iterdir()} == set(files)
+    assert (target / "model.safetensors").read_bytes() == whole
+    assert (target / "config.json").stat().st_ino == untouched
+
+
+async def test_a_beginning_that_was_of_another_file_is_found_by_the_digest(hosts: Hosts, tmp_path: Path) -> None:
+    target = tmp_path / "joined"
+    target.mkdir()
+    (target / f"model.safetensors{UNSEALED}").write_bytes(b"x" * 100)
+
+    def fetch(first: FirstHost) -> None:
+        fetch_files(first, MODEL, list_files(first, MODEL), target)
+
+    assert await hosts.refused(fetch) is Code.CORRUPT
+    await hosts.ask(fetch)
+    assert digest_files([target / "model.safetensors"]) == digest_files([hosts.first / "model" / "model.safetensors"])
+
+
+async def test_what_a_rank_sends_is_there_under_its_name_when_it_is_whole(hosts: Hosts, tmp_path: Path) -> None:
+    file = tmp_path / "rank-00002.safetensors"
+    file.write_bytes(b"0123456789" * 1_000_000)
+    expected = digest_files([file])[file.name]
+    folder = Folder("snapshots", ".000000000012-group.part")
+    there = hosts.first / "snapshots" / ".000000000012-group.part"
+
+    def begin(first: FirstHost) -> None:
+        first.request(WritePart("run", 7, folder, file.name, 0, b"0123456789"), Written)
+
+    await hosts.ask(begin)
+    assert [path.name for path in there.iterdir()] == [f"{file.name}{UNSEALED}"]
+    assert (
+        await hosts.refused(lambda first: first.request(SealFile("run", 7, folder, file.name, expected), Written))
+        is Code.CORRUPT
+    )
+    for _ in range(2):
+        # Twice: a reply may be lost.
+        await hosts.ask(lambda first: send_file(first, folder, file, expected, run="run", generation=7))
+        assert [path.name for path in there.iterdir()] == [file.name]
+        assert (there / file.name).read_bytes() == file.read_bytes()
+
+
+async def test_ranks_of_another_generation_write_nothing(hosts: Hosts, tmp_path: Path) -> None:
+    file = tmp_path / "rank-00001.json"
+    file.write_bytes(b"{}")
+    folder, expected = Folder("snapshots", ".12.part"), digest_files([file])[file.name]
+    for run, generation in (("run", 6), ("run", 8), ("earlier", 7)):
+        code = await hosts.refused(
+            lambda first, run=run, number=generation: send_file(  # type: ignore[misc]
+                first, folder, file, expected, run=run, generation=number
+            )
+        )
+        assert code is Code.STALE
+    assert not list((hosts.first / "snapshots").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("folder", "file"),
+    [
+        (Folder("snapshots", "000000000012-group"), "rank-00001.json"),
+        (Folder("snapshots", ".12.part"), "manifest.json"),
+        (Folder("snapshots", ".12.part"), "../rank-00001.json"),
+        (Folder("checkpoints", "run/weights/.trained@3.00.part"), "adapter_model.safetensors"),
+        (Folder("model", ".12.part"), "rank-00001.json"),
+    ],
+)
+async def test_ranks_write_their_own_files_into_temporary_folders_alone(
+    hosts: Hosts, folder: Folder, file: str
+) -> None:
+    code = await hosts.refused(lambda first: first.request(WritePart("run", 7, folder, file, 0, b"x"), Written))
+    assert code is Code.FORBIDDEN
+
+
+@pytest.mark.parametrize("name", ["..", "../first", "a/../../model", "/etc", ".", "a//b", "linked", "a\0b"])
+async def test_no_name_leads_out_of_the_folders(hosts: Hosts, name: str) -> None:
+    (hosts.first / "snapshots" / "linked").symlink_to(hosts.first)
+    folder = Folder("snapshots", name)
+    assert await hosts.refused(lambda first: first.request(ReadPart(folder, "secret", 0), Part)) is Code.INVALID
+    assert await hosts.refused(lambda first: list_files(first, folder)) is Code.INVALID
+    write = WritePart("run", 7, Folder("snapshots", f"{name}/.12.part"), "rank-00001.json", 0, b"x")
+    assert await hosts.refused(lambda first: first.request(write, Written)) is Code.INVALID
+
+
+async def test_files_that_are_not_of_the_model_are_not_read(hosts: Hosts) -> None:
+    assert await hosts.refused(lambda first: first.request(ReadPart(MODEL, "secret.txt", 0), Part)) is Code.NOT_FOUND
+    assert await hosts.refused(lambda first: first.request(ListFiles(Folder("checkpoints", "none")), Part)) is (
+        Code.NOT_FOUND
+    )
+
+
+async def test_a_host_with_another_invite_is_not_heard(hosts: Hosts, tmp_path: Path) -> None:
+    other = make_keys(tmp_path / "other.keys").of_clients
+    half = ClientKeys(hosts.keys.server_public, other.client_public, other.client_secret)
+    for keys in (other, half):
+        with pytest.raises(StrataError) as silent:
+            await hosts.ask(lambda first: first.request(GetSettings(), HostSettings), keys, patience_s=1.0)
+        assert silent.value.code is Code.UNAVAILABLE
+    assert await hosts.ask(lambda first: first.request(GetSettings(), HostSettings)) == SETTINGS
+
+
+async def test_an_invite_has_no_key_of_the_first_host_and_shows_none(hosts: Hosts, tmp_path: Path) -> None:
+    from strata.base.atomic import write_json
+
+    invite = hosts.keys.of_clients
+    write_json(tmp_path / "hosts.invite", invite)
+    assert read_invite(tmp_path / "hosts.invite") == invite
+    assert hosts.keys.server_secret not in (tmp_path / "hosts.invite").read_text(encoding="utf-8")
+    assert invite.client_secret not in repr(invite)
+    (tmp_path / "hosts.invite").chmod(0o644)
+    with pytest.raises(StrataError, match="can be read by group or others"):
+        read_invite(tmp_path / "hosts.invite")
