@@ -46,7 +46,7 @@ key = Path("strata-train/api.key").read_text().strip()
 texts = ["one", "two ranks", "and each of them has a part of the batch", "or three", "x" * 60, "the end"]
 batch = [Datum(list(text.encode())[:-1], list(text.encode())[1:]) for text in texts]
 with TrainingServer("http://127.0.0.1:5555", key) as server:
-    model = server.create_model("tiny", rank=8, seed=1)
+    model = server.create_model("tiny", rank=None if sys.argv[3] == "full" else 8, seed=1)
     for part in range(int(sys.argv[1])):
         while not Path(f"go-{part}").exists():
             time.sleep(0.02)
@@ -92,8 +92,9 @@ class Client:
     def __init__(self, machine: Machine, folder: Path, parts: int) -> None:
         self._folder = folder
         self._parts = parts
+        training = "full" if 'training = "full"' in (folder / "hosts.toml").read_text(encoding="utf-8") else "lora"
         (folder / "client.py").write_text(CLIENT, encoding="utf-8")
-        self._task = machine.start(f"python client.py {parts} {STEPS}", folder, folder / "client.log")
+        self._task = machine.start(f"python client.py {parts} {STEPS} {training}", folder, folder / "client.log")
         self._part = 0
 
     def train(self) -> float:

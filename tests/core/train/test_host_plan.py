@@ -213,6 +213,29 @@ def test_ranks_that_die_before_they_were_ever_ready_stop_the_server() -> None:
         hosts.steps(2)
 
 
+def test_a_host_with_which_ranks_do_not_start_is_left_out_until_it_starts_again() -> None:
+    hosts = attached(OWN, SECOND)
+    hosts.join(THIRD)
+    hosts.step()
+    hosts.plan.snapshot_committed(hosts.now_s)
+    for generation in (2, 3):
+        hosts.steps(2)
+        assert (hosts.plan.generation, len(hosts.plan.hosts)) == (generation, 3)
+        # The host that reports first need not be the one with the fault.
+        hosts.ended[SECOND], hosts.running[SECOND] = generation, 0
+    hosts.steps(2)
+    assert (hosts.plan.generation, hosts.plan.hosts) == (4, (OWN, SECOND))
+    assert "barred ranks do not start with it, status 1" in hosts.log
+    hosts.plan.ranks_attached()
+    hosts.steps(100)
+    assert hosts.plan.generation == 4
+    hosts.join(THIRD)
+    hosts.steps(2)
+    hosts.plan.snapshot_committed(hosts.now_s)
+    hosts.step()
+    assert len(hosts.plan.hosts) == 3
+
+
 def test_a_mesh_shrinks_by_copies_and_shards_and_by_nothing_else() -> None:
     assert mesh_on(ParallelSettings(), 4) == ParallelSettings()
     assert mesh_on(ParallelSettings(shard=6), 4) == ParallelSettings()

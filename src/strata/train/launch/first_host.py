@@ -32,6 +32,8 @@ OWN: Final = "first host"
 SECTIONS: Final = ("model", "ranks", "sampling", "parallel")
 """What the ranks of other hosts need of the settings; no section with a secret."""
 TICK_S: Final = 0.2
+STALL_S: Final = 1.0
+"""When this process itself stood still for longer, no host was silent meanwhile."""
 _log = log.get(__name__)
 
 
@@ -62,6 +64,8 @@ class FirstHost:
         self._model: Mapping[str, CheckpointFile] | None = None
         self._listener: HostsListener | None = None
         self._stopping = False
+        self._stalled_s = 0.0
+        """How long this process stood still in all."""
         self.name = self._ranks.process.command.name
 
     async def supervise(self) -> None:
@@ -123,7 +127,7 @@ class FirstHost:
             return self._order(report.name, refused=f"it runs strata {report.version}, the first host {__version__}")
         if report.name == OWN:
             return self._order(report.name, refused="that is the name of the first host")
-        self._plan.report(report, self._clock.monotonic_s())
+        self._plan.report(report, self._now_s())
         self._changed.set()
         return self._order(report.name)
 
@@ -134,9 +138,12 @@ class FirstHost:
     async def _decide(self) -> None:
         """Decide whenever something is reported, and when time has passed."""
         told: set[str] = set()
+        last_s = self._now_s()
         while True:
             self._changed.clear()
-            now_s = self._clock.monotonic_s()
+            if (gap_s := self._now_s() - last_s) > STALL_S:
+                self._stalled_s += gap_s
+            last_s = now_s = self._now_s()
             self._plan.report(self._ranks.report(OWN, self._run, __version__, self._run), now_s)
             events = () if self._stopping else self._plan.decide(now_s)
             for event in events:
@@ -156,16 +163,19 @@ class FirstHost:
             except TimeoutError:
                 continue
 
+    def _now_s(self) -> float:
+        return self._clock.monotonic_s() - self._stalled_s
+
     def ranks_attached(self) -> None:
         self._plan.ranks_attached()
 
     def snapshot_committed(self) -> None:
-        self._plan.snapshot_committed(self._clock.monotonic_s())
+        self._plan.snapshot_committed(self._now_s())
         self._changed.set()
 
     def kill(self) -> None:
         """End the ranks of all hosts; others start."""
-        self._plan.stuck(self._clock.monotonic_s())
+        self._plan.stuck(self._now_s())
         self._changed.set()
 
     def disable_restart(self) -> None:
@@ -205,6 +215,8 @@ def _report_event(event: HostEvent) -> None:
             _log.info("host_joined", host=event.host)
         case "lost":
             _log.warning("host_lost", host=event.host, reason=event.reason)
+        case "barred":
+            _log.error("host_barred", host=event.host, reason=event.reason)
         case "started":
             _log.info("generation_started", generation=event.generation, hosts=list(event.hosts))
         case "over":

@@ -22,6 +22,8 @@ SUSPECT_S: Final = 3.0
 MAX_FAILED_STARTS: Final = 2
 """Generations in a row that may end before ranks were ever ready, while no host was lost."""
 BACKOFF: Final = Backoff(first_s=0.1, most_s=10.0)
+BARRED_S: Final = 600.0
+"""How long a host gets no ranks after generations with it failed to start and one without it had not."""
 STEADY_S: Final = 30.0
 """A generation that ran so long is followed by the next one without backoff."""
 
@@ -68,7 +70,7 @@ class HostReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class HostEvent(msgspec.Struct, frozen=True):
     """What changed, for the log."""
 
-    kind: Literal["lost", "joined", "started", "over", "unplaced"]
+    kind: Literal["lost", "joined", "started", "over", "barred", "unplaced"]
     host: str = ""
     generation: int = 0
     reason: str = ""
@@ -119,7 +121,11 @@ class HostPlan:
         """When the last generation ended."""
         self._not_before_s = 0.0
         self._failures = 0
-        self._was_attached = False
+        self._proven: frozenset[str] = frozenset()
+        """The hosts of the last generation that was ready."""
+        self._failed_starts = 0
+        """Generations since then that ended before they were."""
+        self._barred_until_s: dict[str, float] = {}
         self._unplaced = ""
         self._events: list[HostEvent] = []
 
@@ -139,6 +145,9 @@ class HostPlan:
             report = HostReport(name=report.name, incarnation=report.incarnation, version=report.version)
         if report.name not in self._hosts:
             self._events.append(HostEvent("joined", report.name))
+        elif report.incarnation != self._hosts[report.name].report.incarnation:
+            # Whoever started it again has perhaps repaired it.
+            self._barred_until_s.pop(report.name, None)
         self._hosts[report.name] = _Seen(report, now_s)
 
     def gone(self, name: str) -> None:
@@ -148,7 +157,8 @@ class HostPlan:
 
     def ranks_attached(self) -> None:
         if self._current is not None:
-            self._current.attached = self._was_attached = True
+            self._current.attached = True
+            self._proven, self._failed_starts = frozenset(self._current.members), 0
 
     def snapshot_committed(self, now_s: float) -> None:
         """A replay would be short now: the time to grow, if a host waits for it."""
@@ -209,8 +219,13 @@ class HostPlan:
     def _count_failure(self, current: _Current, name: str, status: int, now_s: float) -> None:
         self._failures = 1 if now_s - current.started_s >= STEADY_S else self._failures + 1
         self._not_before_s = now_s + BACKOFF.delay_s(self._failures, no_jitter())
-        silent = any(now_s - self._hosts[each].at_s > SUSPECT_S for each in current.members if each in self._hosts)
-        if not self._was_attached and not silent and self._failures >= MAX_FAILED_STARTS:
+        self._failed_starts += not current.attached
+        if self._failed_starts < MAX_FAILED_STARTS:
+            return
+        for new in current.members.keys() - self._proven if self._proven else ():
+            self._barred_until_s[new] = now_s + BARRED_S
+            self._events.append(HostEvent("barred", new, reason=f"ranks do not start with it, status {status}"))
+        if not self._proven:
             raise StrataError(
                 Code.UNAVAILABLE,
                 f"ranks died {MAX_FAILED_STARTS} times before they were ready, the last on {name} with status {status}",
@@ -260,6 +275,7 @@ class HostPlan:
             if seen.report.prepared
             and seen.report.running in (0, self.generation)
             and (name in members or now_s - seen.at_s <= SUSPECT_S)
+            and now_s >= self._barred_until_s.get(name, 0.0)
         ]
         return sorted(found, key=lambda name: (name != self._rules.own, name not in members, name))
 
