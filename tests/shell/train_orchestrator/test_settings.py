@@ -16,6 +16,7 @@ from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.train.launch.launcher import Launcher, api_server_command, orchestrator_command, rank_command
 from strata.train.launch.preflight import (
+    check_features,
     check_memory,
     check_mesh,
     report_experimental_features,
@@ -337,6 +338,15 @@ def test_a_server_logs_what_is_experimental_alone_or_with_its_model(
         report_experimental_features(on_cpus(load_settings(written(tmp_path, start + text), environ={})))
         lines = [record for record in caplog.records if record.getMessage() == "experimental_feature"]
         assert [record.__dict__["fields"]["name"] for record in lines] == names
+
+
+@pytest.mark.parametrize("more", ['[ranks]\nmode = "connect"\n', '[hosts]\nlisten = "127.0.0.1:5600"\n'])
+def test_only_ranks_of_the_launcher_on_one_host_take_turns_with_an_engine(tmp_path: Path, more: str) -> None:
+    turns = '[model]\npath = "m"\n[inference]\nengine = "vllm"\nshare_devices = "turns"\n'
+    check_features(load_settings(written(tmp_path, turns), environ={}))
+    with pytest.raises(StrataError, match="take turns") as refused:
+        check_features(load_settings(written(tmp_path, turns + more), environ={}))
+    assert refused.value.code is Code.INVALID
 
 
 def test_each_api_server_has_its_own_pair_of_ports(tmp_path: Path) -> None:

@@ -69,6 +69,12 @@ def check_features(settings: ServerSettings) -> None:
             'inference.share_devices is "turns", and ranks.mode "connect": only ranks of the launcher take turns',
             hint="leave ranks.mode out",
         )
+    if settings.inference.takes_turns and settings.hosts.listen:
+        raise StrataError(
+            Code.INVALID,
+            'inference.share_devices is "turns", and hosts.listen is set: only ranks of one host take turns',
+            hint="give the engine devices of its own",
+        )
 
 
 def report_experimental_features(resolution: ResolvedSettings) -> None:
