@@ -174,6 +174,22 @@ TRAINING: Final = (
         ("model.compile",),
     ),
     _training(
+        "fused layers (Liger)",
+        "experimental",
+        "pr",
+        "train_runner/test_fused_kernels.py",
+        "Liger 0.8.5 under Triton's interpreter, in float32",
+        ("model.fused_layers",),
+    ),
+    _training(
+        "FA3 and FA4",
+        "experimental",
+        "pr",
+        "train_runner/test_fused_kernels.py",
+        "nowhere: torch's registry, with doubles",
+        ("model.attention",),
+    ),
+    _training(
         "offload of weights",
         "experimental",
         "pr",

@@ -16,6 +16,7 @@ from strata.base.errors import Code, StrataError
 from strata.train.core.model_options import OptimizerName
 from strata.train.families import support_of
 from strata.train.parallel import ParallelSettings
+from strata.train.plan.fused_kernels import AttentionKernel, FusedLayers
 from strata.train.plan.quantisation import Quantise
 
 CombinationLevel = Literal["supported", "experimental", "refused"]
@@ -23,6 +24,7 @@ CombinationLevel = Literal["supported", "experimental", "refused"]
 EXPERT_FAMILIES: Final = frozenset({"qwen3_moe", "gpt_oss", "deepseek_v3"})
 TENSOR_FAMILIES: Final = frozenset({"llama", "qwen3", "gemma3_text"}) | EXPERT_FAMILIES
 PIPELINE_FAMILIES: Final = frozenset({"llama", "qwen3", "gemma3_text", "qwen3_moe"})
+FUSED_FAMILIES: Final = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"})
 CONTEXT_FAMILIES: Final = TENSOR_FAMILIES | {"gemma2"}
 
 ONE_DOCUMENT: Final = "one document per row"
@@ -123,6 +125,19 @@ PAIRS: Final = (
         "layers of this family follow a document from its first token on, and a rank has a slice",
     ),
     PairRow("model.compile", ONE_DOCUMENT, "layers of families that take one document per row were not compiled"),
+    PairRow(
+        "model.fused_layers",
+        "model.compile",
+        "fused layers were not compared with plain ones when they are compiled",
+        "leave one of the two out",
+    ),
+    PairRow("model.fused_layers", "parallel.pipeline", "fused layers were not compared with plain ones on stages"),
+    PairRow(
+        "model.attention",
+        "soft-capped attention",
+        "the attention of the model is soft-capped, and computed by no fused kernel",
+        "leave model.attention out",
+    ),
     PairRow("model.training", "the optimizer muon", "all weights of a model are stepped with AdamW"),
 )
 FAMILIES: Final = (
@@ -134,6 +149,12 @@ FAMILIES: Final = (
     ),
     FamilyRow(
         "parallel.pipeline", PIPELINE_FAMILIES, "refused", "{family} cannot be on several stages, only {families}"
+    ),
+    FamilyRow(
+        "model.fused_layers",
+        FUSED_FAMILIES,
+        "refused",
+        "fused layers of {family} were not compared with plain ones, only those of {families}",
     ),
     FamilyRow(
         "parallel.context",
@@ -162,6 +183,8 @@ class Combination(msgspec.Struct, frozen=True, kw_only=True):
     training: Literal["lora", "full"] = "lora"
     quantise: Quantise = ""
     compile: bool = False
+    fused_layers: FusedLayers = ""
+    attention: AttentionKernel = ""
     offload: bool = False
     engine: str = ""
     optimizer: OptimizerName = "adamw"
@@ -185,6 +208,9 @@ class Combination(msgspec.Struct, frozen=True, kw_only=True):
             "model.quantise": self.quantise,
             "model.training": self.training if self.training == "full" else "",
             "model.compile": self.compile,
+            "model.fused_layers": self.fused_layers,
+            "model.attention": self.attention,
+            "soft-capped attention": bool(text.get("attn_logit_softcapping")),
             "model.offload": self.offload,
             "inference.engine": self.engine,
             "sampling": self.samples,

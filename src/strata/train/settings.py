@@ -20,6 +20,7 @@ from strata.base.loopback import is_loopback_host
 from strata.base.settings import Secret, load
 from strata.train.parallel import ParallelSettings
 from strata.train.plan.device_values import DeviceValues, Dtype
+from strata.train.plan.fused_kernels import AttentionKernel, FusedLayers
 from strata.train.plan.quantisation import Quantise
 from strata.train.status.rollouts import RolloutLimits
 
@@ -131,6 +132,12 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Compute activations again in the backward pass: those of every layer (`true`) or of every n-th."""
     compile: bool = False
     """Compile the layers for passes (`torch.compile`)."""
+    fused_layers: FusedLayers = ""
+    """`liger`: norms, rotary embeddings and gated MLPs by Liger's kernels. The server starts only if they agree with
+    the plain layers."""
+    attention: AttentionKernel = ""
+    """`FA3` or `FA4`: the attention of rows by another version of FlashAttention than torch's own. The server starts
+    only if the two agree."""
     offload: bool = False
     """Keep weights, their gradients and the optimizer state in the memory of the host, and copy a layer to the device
     when it computes (FSDP's CPU offload). A model may be larger than its devices; every pass waits for copies."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import msgspec
 import pytest
 
 from strata.base.errors import Code, StrataError
@@ -25,6 +26,9 @@ USES: Final[dict[str, dict[str, Any]]] = {
     "model.quantise": {"quantise": "nf4"},
     "model.training": {"training": "full"},
     "model.compile": {"compile": True},
+    "model.fused_layers": {"fused_layers": "liger"},
+    "model.attention": {"attention": "FA3"},
+    "soft-capped attention": {"config": {"model_type": "gemma2", "attn_logit_softcapping": 50.0}},
     "model.offload": {"offload": True},
     "inference.engine": {"engine": "vllm"},
     "sampling": {"samples": True},
@@ -67,8 +71,7 @@ def test_no_pair_has_two_rows() -> None:
 
 def test_a_family_is_refused_or_experimental_as_its_row_says() -> None:
     for row in FAMILIES:
-        sizes: dict[str, Any] = {row.feature.removeprefix("parallel."): 2}
-        verdict = assess(Combination(parallel=ParallelSettings(**sizes), config={"model_type": "phi3"}))
+        verdict = assess(msgspec.structs.replace(combine(row.feature), config={"model_type": "phi3"}))
         assert (verdict.level, verdict.features) == (row.level, (row.feature,))
         assert "phi3" in verdict.message
 

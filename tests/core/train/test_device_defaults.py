@@ -7,6 +7,8 @@ from typing import Any, Final
 import msgspec
 import pytest
 
+from strata.base.errors import StrataError
+from strata.train.launch.preflight import check_kernels
 from strata.train.plan.defaults import SET, SETTINGS, ResolvedSettings
 from strata.train.plan.device_values import DeviceValues
 from strata.train.plan.devices import Device, Hardware, parse_devices, planned_machine, visible
@@ -179,6 +181,20 @@ def test_lines_for_people_say_where_everything_is_and_why() -> None:
         "ranks.first_pass_timeout_s = 300 (a first pass connects devices and loads kernels)",
         "ranks.collective_timeout_s = 120 (a device that takes longer hangs)",
     ]
+
+
+def test_fused_kernels_are_named_and_refused_where_they_cannot_run() -> None:
+    on_device = resolve(machine(1, 80), model_fused_layers="liger", model_attention="FA3")
+    assert list(on_device.sentences())[-2:] == [
+        f"model.{setting} (experimental: ranks refuse it unless it agrees with the plain path)"
+        for setting in ("fused_layers = liger", "attention = FA3")
+    ]
+    with pytest.raises(StrataError, match="is not installed") as refused:
+        check_kernels(on_device)
+    assert refused.value.hint == "pip install liger-kernel"
+    with pytest.raises(StrataError, match=r"model\.fused_layers is liger, which needs CUDA devices"):
+        check_kernels(resolve(Hardware(), model_fused_layers="liger"))
+    check_kernels(resolve(Hardware()))
 
 
 def test_a_base_that_is_chosen_to_be_replicated_counts_in_full_in_the_plan() -> None:

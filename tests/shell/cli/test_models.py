@@ -101,6 +101,7 @@ def test_a_folder_is_checked_in_words_and_a_refused_family_by_the_exit_status(
 ) -> None:
     said = cli.run("check", str(model))
     assert "qwen3: supported" in said.stderr
+    assert "model.fused_layers: experimental\nmodel.attention: experimental\n" in said.stderr
     assert "lora" in said.stdout
     refused = tmp_path / "refused"
     refused.mkdir()

@@ -99,8 +99,9 @@ def outcome_of(family: str, folder: Path, ranks: RankGroup, training: Any = "lor
         return Outcome(family, "equal", base.rows, *_uses(base, ranks))
 
 
-def base_of(folder: Path, ranks: RankGroup, training: Any = "lora") -> BaseModel:
-    return BaseModel(RunnerSettings(model=str(folder), training=training, sleep_folder=folder / "asleep"), ranks)
+def base_of(folder: Path, ranks: RankGroup, training: Any = "lora", **options: Any) -> BaseModel:
+    settings = RunnerSettings(model=str(folder), training=training, sleep_folder=folder / "asleep", **options)
+    return BaseModel(settings, ranks)
 
 
 @torch.no_grad()

@@ -32,6 +32,7 @@ from strata.train.launch.first_host import FirstHost
 from strata.train.launch.preflight import (
     check_features,
     check_hosts,
+    check_kernels,
     check_memory,
     check_mesh,
     check_model,
@@ -176,6 +177,7 @@ class Launcher:
             check_mesh(settings)
             check_model(settings)
             check_quantised(settings)
+            check_kernels(resolution)
             check_memory(resolution)
             shutil.rmtree(settings.compile_folder, ignore_errors=True)
             if resolution.placement.ranks:
@@ -260,16 +262,9 @@ class Launcher:
                     self._ranks.ranks_attached()
                 self._attached.set()
             case "stuck":
-                if self._ranks is None:
-                    _log.error("ranks_stuck", group=group, action="restart them where you started them")
-                else:
-                    _log.error("ranks_stuck", group=group, action="the launcher restarts them")
-                    self._ranks.kill()
+                self._restart_ranks(group)
             case "stuck-engine":
-                _log.error("engine_stuck", engine=group, reason="it does not sleep or wake", action="it is restarted")
-                for engine in self._engines:
-                    if engine.name == group:
-                        engine.process.kill()
+                self._restart_engine(group)
             case "snapshot":
                 if isinstance(self._ranks, FirstHost):
                     self._ranks.snapshot_committed()
@@ -278,6 +273,19 @@ class Launcher:
                 pass
             case _:
                 _log.warning("unknown_orchestrator_event", event_line=event)
+
+    def _restart_ranks(self, group: str) -> None:
+        if self._ranks is None:
+            _log.error("ranks_stuck", group=group, action="restart them where you started them")
+        else:
+            _log.error("ranks_stuck", group=group, action="the launcher restarts them")
+            self._ranks.kill()
+
+    def _restart_engine(self, name: str) -> None:
+        _log.error("engine_stuck", engine=name, reason="it does not sleep or wake", action="it is restarted")
+        for engine in self._engines:
+            if engine.name == name:
+                engine.process.kill()
 
     async def _stop(self) -> None:
         _log.info("launcher_stopping")

@@ -19,6 +19,7 @@ from strata.train.combinations import Combination, assess, check_combination
 from strata.train.hugging_face import find_folder
 from strata.train.plan.defaults import ResolvedSettings
 from strata.train.plan.device_placement import DevicePlacement
+from strata.train.plan.fused_kernels import check_fused_kernels
 from strata.train.plan.model_cost import estimate, memory_recipe, weight_saved_bytes
 from strata.train.plan.model_files import ModelFiles, find_model_files, read_config, read_model_files
 from strata.train.settings import ServerSettings, check_quantise_package
@@ -95,6 +96,8 @@ def server_combination(settings: ServerSettings) -> Combination:
         training=model.training,
         quantise=model.quantise,
         compile=model.compile,
+        fused_layers=model.fused_layers,
+        attention=model.attention,
         offload=model.offload,
         engine=settings.inference.engine,
         config=_config(settings),
@@ -117,6 +120,12 @@ def check_quantised(settings: ServerSettings) -> None:
     files, recipe = read_model_files(folder), memory_recipe(settings)
     if files.shapes and not any(weight_saved_bytes(files, name, recipe) for name in files.shapes):
         raise StrataError(Code.INVALID, f"{settings.model.base_model} has no layer that can be quantised to {quantise}")
+
+
+def check_kernels(resolution: ResolvedSettings) -> None:
+    """UNSUPPORTED if this machine cannot run the fused kernels that the settings name."""
+    model, dtype = resolution.settings.model, resolution.settings.by_device.dtype
+    check_fused_kernels(model.fused_layers, model.attention, dtype, on_cuda=resolution.device == "cuda")
 
 
 def check_memory(resolution: ResolvedSettings) -> None:

@@ -72,8 +72,8 @@ MAX_OPEN_REQUESTS: Final = 5_000
 
 _log = log.get(__name__)
 Notify = Callable[[str], None]
-"""Notifies the launcher: `leading`, `attached GROUP`, `lost GROUP`, `stuck GROUP`, `stuck-engine NAME`, `snapshot NUMBER`.
-A group that never replied is `unknown`."""
+"""Notifies the launcher: `leading`, `attached GROUP`, `lost GROUP`, `stuck GROUP`, `stuck-engine NAME`,
+`snapshot NUMBER`. A group that never replied is `unknown`."""
 
 
 class Orchestrator:

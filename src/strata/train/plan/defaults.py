@@ -87,6 +87,10 @@ class ResolvedSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.placement.ranks:
             yield f"ranks on {_shown(self.placement.ranks)}"
         yield from settings_lines(self.choices)
+        model = self.settings.model
+        for name, kernel in (("fused_layers", model.fused_layers), ("attention", model.attention)):
+            if kernel:
+                yield f"model.{name} = {kernel} (experimental: ranks refuse it unless it agrees with the plain path)"
 
 
 def settings_lines(choices: Sequence[Choice]) -> Iterator[str]:

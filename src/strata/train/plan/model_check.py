@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.train.combinations import assess_groups
+from strata.train.combinations import Combination, assess, assess_groups
 from strata.train.families import Support, family_of, support_of
 from strata.train.hugging_face import find_folder
 from strata.train.peft.layers import TOWERS
@@ -25,6 +25,8 @@ from strata.train.plan.model_cost import estimate
 from strata.train.plan.model_files import ModelFiles, read_model_files
 from strata.train.plan.quantisation import Quantise
 from strata.train.settings import LimitSettings, ModelSettings, RankSettings, ServerSection, ServerSettings
+
+KERNELS: Final = {"fused_layers": "liger", "attention": "FA3"}
 
 
 class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +54,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     """Modules for images and sounds, and their projectors: no pass over text calls them, and they are never trained."""
     sampler: str
     groups: Mapping[str, str]
-    """Whether it can be on groups of ranks of each kind, with the reason."""
+    """Whether it can be on groups of ranks of each kind and have fused kernels, with the reason."""
     parameters: int
     ranks: int
     settings: Sequence[Choice]
@@ -87,8 +89,11 @@ def check_model_files(model: str, machine: Hardware, ranks: int | None = None) -
         towers=sorted({part for name in files.shapes for part in TOWERS.intersection(name.split("."))}),
         sampler=outcome.sampler,
         groups={
-            setting: verdict.level + (f": {verdict.why}" if verdict.why else "")
-            for setting, verdict in assess_groups(files.config).items()
+            **{
+                setting: verdict.level + (f": {verdict.why}" if verdict.why else "")
+                for setting, verdict in assess_groups(files.config).items()
+            },
+            **{f"model.{name}": _fused_kernel(files.config, **{name: kernel}) for name, kernel in KERNELS.items()},
         },
         parameters=sum(math.prod(shape) for shape in files.shapes.values()),
         ranks=chosen.settings.by_device.nproc,
@@ -105,6 +110,12 @@ def check_model_files(model: str, machine: Hardware, ranks: int | None = None) -
             ),
         ],
     )
+
+
+def _fused_kernel(config: Mapping[str, Any], **kernel: Any) -> str:
+    """No device has run any of them."""
+    verdict = assess(Combination(**kernel, config=config))
+    return f"refused: {verdict.why}" if verdict.level == "refused" else "experimental"
 
 
 def _settings(ranks: int | None, **model: Any) -> ServerSettings:

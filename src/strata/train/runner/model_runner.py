@@ -97,8 +97,9 @@ class ModelRunner:
     def numerics(self) -> RankNumerics:
         settings, device = self.settings, self.ranks.device
         sizes = [f"{name}={size}" for name, size in msgspec.structs.asdict(settings.parallel).items()]
+        kernels = filter(None, (settings.fused_layers, settings.attention))
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        mesh = ", ".join([f"{self.ranks.size} ranks", *sizes, name, f"torch {torch.__version__}"])
+        mesh = ", ".join([f"{self.ranks.size} ranks", *sizes, name, *kernels, f"torch {torch.__version__}"])
         return RankNumerics(mesh, settings.dtype, settings.deterministic)
 
     def execute(self, work: Executed) -> list[ops.Result]:

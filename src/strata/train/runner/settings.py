@@ -11,6 +11,7 @@ import msgspec
 
 from strata.train.combinations import Combination
 from strata.train.parallel import ParallelSettings
+from strata.train.plan.fused_kernels import AttentionKernel, FusedLayers
 from strata.train.plan.quantisation import Quantise
 from strata.train.settings import ServerSettings
 
@@ -54,6 +55,10 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether weights, their gradients and the optimizer state are in the memory of the host."""
     compile_folder: Path | None = None
     """Where compiled layers are cached. None: they are not compiled."""
+    fused_layers: FusedLayers = ""
+    """Whose kernels norms, rotary embeddings and gated layers are computed by; empty: plain ones."""
+    attention: AttentionKernel = ""
+    """The version of FlashAttention for rows on CUDA devices; empty: torch's own."""
     logits_bytes: int = LOGITS_BYTES
     sleep_folder: Path
     """Where a rank without a device offloads its weights while it sleeps."""
@@ -79,6 +84,8 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
             training=self.training,
             quantise=self.quantise,
             compile=self.compile_folder is not None,
+            fused_layers=self.fused_layers,
+            attention=self.attention,
             offload=self.offload,
         )
 
@@ -109,6 +116,8 @@ def runner_settings(settings: ServerSettings) -> RunnerSettings:
         activation_checkpointing=model.activation_checkpointing,
         offload=model.offload,
         compile_folder=settings.compile_folder if model.compile else None,
+        fused_layers=model.fused_layers,
+        attention=model.attention,
         sleep_folder=settings.data / "asleep",
         first_pass_timeout_s=values.first_pass_timeout_s,
         collective_timeout_s=values.collective_timeout_s,

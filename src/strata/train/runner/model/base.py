@@ -23,12 +23,14 @@ from strata.train.core.commands import ModelInfo
 from strata.train.core.model_options import LoraConfig, OptimizerName
 from strata.train.families import ROWS, Rows, family_of, support_of
 from strata.train.hugging_face import find_folder
+from strata.train.plan.fused_kernels import check_fused_kernels
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.lora.targets import require_targets, targets_of
 from strata.train.runner.mesh import blocks_of, make_mesh
 from strata.train.runner.model.compiled import compile_layers, keep_uncompiled, prepare_compiling
 from strata.train.runner.model.expert_parallel import ExpertParallel
+from strata.train.runner.model.fused_kernels import compute_row, kernel_errors, kernels_of, verify_agreement
 from strata.train.runner.model.loading import RankPart, auto_class, build_skeleton, load_lm, load_sharded, tie_skeleton
 from strata.train.runner.model.process_memory import free_bytes, release_memory
 from strata.train.runner.model.quantised import replace_layers
@@ -47,7 +49,6 @@ REDUCED_BYTES: Final = 4
 """Bytes of a gradient: they are summed in float32."""
 FLOAT32_BYTES: Final = 2 << 30
 """A model whose files are up to this size is loaded a second time, in float32, for the start-up check."""
-
 _log = log.get(__name__)
 
 
@@ -66,6 +67,8 @@ class BaseModel:
                 raise StrataError(Code.INVALID, problem)
             check_combination(settings.combination)
             check_quantise_package(settings.quantise)
+            on_cuda = ranks.device.type == "cuda"
+            check_fused_kernels(settings.fused_layers, settings.attention, settings.dtype, on_cuda=on_cuda)
             if settings.compile_folder is not None:
                 prepare_compiling(settings.compile_folder)
             skeleton = build_skeleton(settings.model, self.storage_dtype)
@@ -101,6 +104,7 @@ class BaseModel:
                 raise StrataError(Code.UNSUPPORTED, "its attention changes with the documents before")
             self.rows = find_rows(reference, self._checked_logprobs, settings.dtype, ranks, forms)
             """What is in a row."""
+            self._use_fused_kernels(reference.row, ranks)
             if not settings.full:
                 require_targets(self.all_stages)
 
@@ -164,6 +168,21 @@ class BaseModel:
             lm.enable_input_require_grads()  # type: ignore[no-untyped-call]
         if self.settings.activation_checkpointing:
             checkpoint_layers(lm, every=int(self.settings.activation_checkpointing), experts=self.mesh.experts)
+
+    def _use_fused_kernels(self, row: PackedRow, ranks: RankGroup) -> None:
+        """Each is compared with the plain path on all ranks before the next."""
+        kernels, first = kernels_of(self.settings, self.lm), blocks_of(self.lm)[0]
+        plain = compute_row(self.logprobs, row, self.lm, first) if kernels else None
+        for kernel in kernels:
+            assert plain is not None
+            with kernel_errors(kernel):
+                kernel.use()
+                fused = compute_row(self.logprobs, row, self.lm, first)
+            with ranks.collective_errors():
+                logprobs, gradients = verify_agreement(kernel, fused, plain, self.settings.dtype)
+            _log.info(
+                "fused_kernel_verified", setting=kernel.setting, name=kernel.name, nats=logprobs, gradients=gradients
+            )
 
     def new_adapter(
         self,
@@ -314,7 +333,8 @@ def load_base(settings: RunnerSettings, ranks: RankGroup) -> BaseModel:
     folder = find_folder(settings.model)
     rows: Rows = "packed" if folder is None else support_of(family_of(folder)).rows
     if settings.dtype == "bfloat16" and _affordable_in_float32(settings, ranks):
-        precise = msgspec.structs.replace(settings, dtype="float32")
+        # There is no fused attention in float32.
+        precise = msgspec.structs.replace(settings, dtype="float32", attention="")
         rows = BaseModel(precise, ranks, rows).rows
         release_memory()
     base = BaseModel(settings, ranks, rows)

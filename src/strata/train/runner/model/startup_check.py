@@ -162,13 +162,13 @@ def find_rows(
 
 
 def _difference(computed: torch.Tensor, expected: torch.Tensor, dtype: str) -> StrataError | None:
-    if _within_tolerance(computed, expected, dtype):
+    if within_tolerance(computed, expected, dtype):
         return None
     what = "its log probabilities are not those of the unmodified model"
     return StrataError(Code.UNSUPPORTED, f"{what} (off by {float((computed - expected).abs().max()):.2g} nats)")
 
 
-def _within_tolerance(computed: torch.Tensor, expected: torch.Tensor, dtype: str) -> bool:
+def within_tolerance(computed: torch.Tensor, expected: torch.Tensor, dtype: str) -> bool:
     difference = (computed - expected).abs()
     largest, mean = float(difference.max()), float(difference.mean())
     return math.isfinite(largest) and largest <= TOLERANCE[dtype] and mean <= MEAN_TOLERANCE[dtype]

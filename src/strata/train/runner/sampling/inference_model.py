@@ -42,6 +42,7 @@ from strata.train.runner.model.attention import describe_mask, terms_of, whole_r
 from strata.train.runner.model.attention_kernels import AttentionTerms, States
 from strata.train.runner.model.base import DTYPES, BaseModel
 from strata.train.runner.model.expert_parallel import ExpertParallel
+from strata.train.runner.model.fused_kernels import fuse_layers
 from strata.train.runner.model.loading import parent_of
 from strata.train.runner.model.quantised import replace_layers
 from strata.train.runner.model.startup_check import FAILURES, TOLERANCE, first_line
@@ -109,6 +110,8 @@ class InferenceModel:
             )
         if base.settings.quantise:
             replace_layers(self._lm, base.settings.quantise)
+        if base.settings.fused_layers:
+            fuse_layers(self._lm)
         self._lm.eval()
         self._split = DecoderAndHead(self._lm, decoder)
         self._adapters = Adapters()
