@@ -30,6 +30,12 @@ TOKENS: Final = 37
 CHOSEN: Final = 2
 CLOSE: Final = 2e-6
 """Of float32, beside the largest number of a tensor."""
+WAYS: Final = {
+    "looped": LoopedProducts(),
+    "grouped": GroupedProducts(),
+    # Of four experts: one adapter at a time.
+    "in few groups": GroupedProducts(most_groups=12),
+}
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -92,7 +98,7 @@ def test_output_and_all_gradients_are_those_of_the_unmodified_module(family: str
     assert_close(with_gradients(experts, inputs, parameters), theirs)
 
 
-@pytest.mark.parametrize("products", [LoopedProducts(), GroupedProducts()], ids=["looped", "grouped"])
+@pytest.mark.parametrize("products", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("rank", [3, 8])
 @pytest.mark.parametrize("spans", [(TOKENS,), (11, 7, 0, 1, TOKENS - 20, 1)], ids=["one", "several"])
 @pytest.mark.parametrize("family", FAMILIES)

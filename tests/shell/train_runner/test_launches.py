@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from strata.train.core.model_options import AdamParams, LoraConfig
-from strata.train.runner.lora.span_products import GroupedProducts, SpanProducts
+from strata.train.runner.lora.span_products import GroupedProducts, LoopedProducts, SpanProducts
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.passes.optimizer import Optimizer, sum_squares
 from tests.shell.train_runner.driver import Driver, datum
@@ -21,7 +21,6 @@ FEW, MANY = 2, 6
 """Layers of the two models."""
 DOCUMENTS, TENANTS = 8, (1, 2, 8)
 LOOPED_PER_ADAPTER = 42
-GROUPED_PER_ADAPTER = 2
 LAYER = 144
 ONE_RANK = 970
 """Operations of a row of one document in a model of `MANY` layers."""
@@ -61,11 +60,14 @@ def per_layer(drivers: Mapping[int, Driver], tenants: int, products: SpanProduct
     return (many - few) / (MANY - FEW)
 
 
-def test_a_further_adapter_starts_no_operation_in_grouped_products(drivers: Mapping[int, Driver]) -> None:
-    two, eight = (per_layer(drivers, tenants, GroupedProducts()) for tenants in (2, 8))
-    assert (eight - two) / 6 <= GROUPED_PER_ADAPTER
-    two, eight = (per_layer(drivers, tenants, None) for tenants in (2, 8))
-    assert (eight - two) / 6 == LOOPED_PER_ADAPTER
+@pytest.mark.parametrize(
+    ("products", "each"), [(GroupedProducts(), 0), (None, 0), (LoopedProducts(), LOOPED_PER_ADAPTER)]
+)
+def test_a_further_adapter_starts_operations_only_in_a_loop(
+    drivers: Mapping[int, Driver], products: SpanProducts | None, each: int
+) -> None:
+    two, eight = (per_layer(drivers, tenants, products) for tenants in (2, 8))
+    assert (eight - two) / 6 == each
 
 
 def test_a_layer_with_one_adapter_and_a_row_on_one_rank_start_no_more_than_before(

@@ -139,7 +139,11 @@ class AdapterBlock:
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors of a flat block, as views of the same memory."""
-        return _views({tensor.name: tensor.shape for tensor in self.tensors}, flat)
+        return _views(self._shapes, flat)
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {tensor.name: tensor.shape for tensor in self.tensors}
 
     def matrices(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The matrices of a flat block, those of experts one by one, as views of the same memory."""
@@ -269,11 +273,21 @@ class Adapter:
         """Returns what this rank computes with of A and B of each target in flat blocks."""
         views = self.held_views(flats)
 
-        def computed(target: str, name: str) -> torch.Tensor:
-            view, (dimension, own) = views[name], self._parts[target].of_tensor(name, self.shapes[name])
-            return view if view.shape[dimension] == len(own) else view.narrow(dimension, own.start, len(own))
+        def computed(name: str) -> torch.Tensor:
+            view, part = views[name], self._narrowed.get(name)
+            return view if part is None else view.narrow(*part)
 
-        return {name: (computed(name, f"{name}.lora_A"), computed(name, f"{name}.lora_B")) for name in self._parts}
+        return {name: (computed(f"{name}.lora_A"), computed(f"{name}.lora_B")) for name in self._parts}
+
+    @cached_property
+    def _narrowed(self) -> Mapping[str, tuple[int, int, int]]:
+        """Tensors of which this rank computes with less than it holds: a dimension, the first of it, and how many."""
+        narrowed = {}
+        for name, tensor in self._held.items():
+            dimension, own = self._parts[name.rpartition(".")[0]].of_tensor(name, self.shapes[name])
+            if tensor.shape[dimension] != len(own):
+                narrowed[name] = dimension, own.start, len(own)
+        return narrowed
 
     def take_own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Returns what this rank holds of a tensor of the whole adapter."""
@@ -330,13 +344,10 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _views(shapes: Mapping[str, tuple[int, ...]], flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    views: dict[str, torch.Tensor] = {}
-    start = 0
-    for name, shape in shapes.items():
-        size = math.prod(shape)
-        views[name] = flat[start : start + size].view(shape)
-        start += size
-    return views
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    # One operation for all: a pass makes views of all gradients of all of its adapters.
+    parts = flat[: sum(sizes)].split(sizes)
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 def _shapes(rank: int, targets: Sequence[LoraTarget]) -> Mapping[str, tuple[int, ...]]:

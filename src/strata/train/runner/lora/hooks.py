@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from torch import nn
 from strata.train.peft.layers import kind_of
 from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.lora.span_products import (
-    MOST_GROUPS,
     AdaptedExperts,
     AdaptedSpans,
     BatchedProducts,
@@ -24,6 +23,7 @@ from strata.train.runner.lora.span_products import (
     SpanProducts,
     choose_products,
     keep,
+    split_groups,
 )
 from strata.train.runner.lora.targets import linear_shape
 from strata.train.runner.passes.transfer import HostBuffer
@@ -83,21 +83,6 @@ class AdaptedPairs:
             for adapter, size, start, own in zip(self.adapters, self.sizes, starts, ends, strict=False)
             if adapter is not None and size
         ]
-
-    def in_groups(self, most: int) -> Iterator[tuple[Sequence[Adapter | None], torch.Tensor]]:
-        """Yields adapters, and where the pairs of each end, in no more than so many groups at once. Pairs of the
-        adapters before and behind them have none."""
-        kinds = len(self.adapters)
-        experts = len(self.ends) // kinds
-        if len(self.ends) <= most:
-            yield self.adapters, self.ends
-            return
-        ends, step = self.ends.view(experts, kinds), most // experts - 2
-        for first in range(0, kinds, step):
-            last = min(first + step, kinds)
-            before, behind = [None] * (first > 0), [None] * (last < kinds)
-            columns = [ends[:, first - 1 : first]] * len(before), [ends[:, first:last]], [ends[:, -1:]] * len(behind)
-            yield [*before, *self.adapters[first:last], *behind], torch.cat([*chain(*columns)], dim=1).view(-1)
 
 
 @dataclass(frozen=True)
@@ -161,13 +146,13 @@ class Adapters:
     ) -> torch.Tensor | None:
         """Add to all pairs at once what their adapters contribute to the experts `name`, in place. Returns None where
         each adapter has to be added for itself."""
-        for adapters, ends in pairs.in_groups(MOST_GROUPS):
-            matrices = [None if adapter is None else adapter.pairs.get(name) for adapter in adapters]
-            adapted = AdaptedExperts(ends, pairs.scales_of_pairs, matrices)
-            products = self.products or choose_products(inputs, output, adapted, self._grouped, self._batched)
-            if not isinstance(products, GroupedProducts):
-                return None
-            output = self._add(inputs, output, adapted)
+        matrices = [None if adapter is None else adapter.pairs.get(name) for adapter in pairs.adapters]
+        adapted = AdaptedExperts(pairs.ends, pairs.scales_of_pairs, matrices)
+        products = self.products or choose_products(inputs, output, adapted, self._grouped, self._batched)
+        if not isinstance(products, GroupedProducts):
+            return None
+        for some, ends in split_groups(matrices, pairs.ends, products.most_groups):
+            output = self._add(inputs, output, AdaptedExperts(ends, adapted.scales, some))
         return output
 
     def number_tokens(

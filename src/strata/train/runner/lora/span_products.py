@@ -1,11 +1,11 @@
 """Multiplies each span of a packed row by the matrices of its adapter, and accumulates their gradients: span by span,
-or all spans at once in grouped products.
+or all spans at once, in grouped products or in a batch.
 
 `choose_products` is the only place that knows the devices. A loop over the spans starts six products for each, and
 needs no memory besides the output. Grouped products start as many operations however many adapters a row has, and copy
 the matrices of a layer into one tensor before. That pays where starting an operation takes longer than the operation,
 and where torch has a kernel for it: elsewhere, `grouped_mm` is itself a loop, which reads the ends of the groups on the
-host.
+host. On a processor, short spans are a batch of products of one size.
 
 Either way no operation mixes the tokens of one adapter with the matrices of another, not even multiplied by zero: a
 value that is not finite stays with its owner.
@@ -13,9 +13,9 @@ value that is not finite stays with its owner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Final, Protocol, TypeVar
 
@@ -53,6 +53,10 @@ class AdaptedSpans:
     pairs: Sequence[Pair | None]
     """None where the layer has no adapter."""
 
+    @cached_property
+    def ranks(self) -> Sequence[int]:
+        return _ranks_of(self.pairs)
+
 
 @dataclass(frozen=True)
 class AdaptedExperts:
@@ -65,6 +69,14 @@ class AdaptedExperts:
     """Those of all pairs, or that of each."""
     pairs: Sequence[Pair | None]
     """A and B of all experts, (experts, …), of each adapter. None where the layer has none."""
+
+    @cached_property
+    def ranks(self) -> Sequence[int]:
+        return _ranks_of(self.pairs)
+
+
+def _ranks_of(pairs: Sequence[Pair | None]) -> list[int]:
+    return [0 if pair is None else pair[0].shape[-2] for pair in pairs]
 
 
 class SpanProducts(Protocol):
@@ -173,7 +185,8 @@ class GroupedProducts:
     and again for its backward pass: kept between them, those of all layers would take as much memory as all
     adapters."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_groups: int = MOST_GROUPS) -> None:
+        self.most_groups = most_groups
         self._groups: dict[Key, _Groups] = {}
         """Those of the last rows: the layers of a row share them, and it takes copies to the device to make them."""
         self._stackings: dict[Key, _Stacking] = {}
@@ -204,13 +217,34 @@ class GroupedProducts:
         return grouped_mm(grad_inner, a, offs=groups.ends)
 
     def _group(self, spans: AdaptedSpans | AdaptedExperts, inputs: torch.Tensor) -> _Groups:
-        ranks = [0 if pair is None else pair[0].shape[-2] for pair in spans.pairs]
+        ranks = spans.ranks
         if isinstance(spans, AdaptedExperts):
             key: Key = (inputs.device, inputs.dtype, *ranks)
             stacking = keep(self._stackings, key, lambda: _make_stacking(ranks, inputs))
             return _Groups(spans.ends, spans.scales, stacking)
         key = inputs.device, inputs.dtype, *spans.lengths, *spans.scales, *ranks
         return keep(self._groups, key, lambda: _make_groups(spans, ranks, inputs))
+
+
+def split_groups(
+    pairs: Sequence[Pair | None], ends: torch.Tensor, most: int
+) -> Iterator[tuple[Sequence[Pair | None], torch.Tensor]]:
+    """Yields the pairs of experts so that no more than so many groups are multiplied at once: those of some adapters,
+    to whose experts the tokens of the adapters before and behind belong without one."""
+    kinds = len(pairs)
+    if len(ends) <= most:
+        yield pairs, ends
+        return
+    columns = ends.view(-1, kinds)
+    step = most // len(columns) - 2
+    for first in range(0, kinds, step):
+        last = min(first + step, kinds)
+        before, behind = [None] * (first > 0), [None] * (last < kinds)
+        own = columns[:, first - len(before) : last]
+        yield (
+            [*before, *pairs[first:last], *behind],
+            torch.cat([own, columns[:, -1:]], 1).view(-1) if behind else own.reshape(-1),
+        )
 
 
 def keep(kept: dict[Key, T], key: Key, make: Callable[[], T]) -> T:
@@ -270,13 +304,14 @@ def _accumulate_groups(pairs: Sequence[Pair | None], grad_a: torch.Tensor, grad_
         if pair is None:
             continue
         rank = pair[0].shape[-2]
-        own = (of_a, of_b) if rank == of_a.shape[-2] else (of_a[..., :rank, :], of_b[..., :rank])
+        own = (of_a, of_b) if rank == grad_a.shape[-2] else (of_a[..., :rank, :], of_b[..., :rank])
         for matrix, gradient in zip(pair, own, strict=True):
             if not matrix.requires_grad:
                 continue
-            if matrix.grad is None:
-                matrix.grad = torch.zeros_like(matrix)
-            targets.append(matrix.grad)
+            total = matrix.grad
+            if total is None:
+                total = matrix.grad = torch.zeros_like(matrix)
+            targets.append(total)
             added.append(gradient)
     if targets:
         torch._foreach_add_(targets, added)
@@ -338,11 +373,13 @@ class BatchedProducts:
         return batch.put(torch.bmm(grad_inner, a))
 
     def _batch(self, spans: AdaptedSpans, inputs: torch.Tensor) -> tuple[Sequence[Pair | None], _Batch]:
-        # A span without tokens has none of its own to be padded with.
-        kept = [number for number, length in enumerate(spans.lengths) if length]
-        pairs = [spans.pairs[number] for number in kept]
-        lengths, scales = [spans.lengths[number] for number in kept], [spans.scales[number] for number in kept]
-        ranks = [0 if pair is None else pair[0].shape[-2] for pair in pairs]
+        pairs, lengths, scales, ranks = spans.pairs, spans.lengths, spans.scales, spans.ranks
+        if not all(lengths):
+            # A span without tokens has none of its own to be padded with.
+            kept = [number for number, length in enumerate(lengths) if length]
+            pairs, lengths, scales, ranks = (
+                [part[number] for number in kept] for part in (pairs, lengths, scales, ranks)
+            )
         key = inputs.dtype, *lengths, *scales, *ranks
         return pairs, keep(self._batches, key, lambda: _make_batch(lengths, scales, ranks, inputs))
 
@@ -380,6 +417,9 @@ def choose_products(
     widths = inputs.shape[-1], output.shape[-1]
     if isinstance(spans, AdaptedSpans) and inputs.device.type == "cpu":
         return batched if inputs.dtype is torch.float32 and _are_short(spans, sum(widths)) else LOOP
+    if isinstance(spans, AdaptedExperts) and 3 * len(spans.ends) > len(spans.pairs) * grouped.most_groups:
+        # Not even one adapter at a time.
+        return LOOP
     is_aligned = not any(width * inputs.element_size() % ALIGNED_BYTES for width in widths)
     return grouped if is_aligned and _has_kernel(inputs.device, inputs.dtype) else LOOP
 
@@ -387,7 +427,7 @@ def choose_products(
 def _are_short(spans: AdaptedSpans, width: int) -> bool:
     """Says whether a batch of spans is faster than a loop. It copies the matrices of each span and adds gradients to
     theirs, and moves tokens unless spans are equally long."""
-    longest, rank = max(spans.lengths), max(0 if pair is None else len(pair[0]) for pair in spans.pairs)
+    longest, rank = max(spans.lengths), max(spans.ranks)
     moved = 5 * rank * width
     if any(0 < length < longest for length in spans.lengths):
         moved += 4 * longest * width
