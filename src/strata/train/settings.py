@@ -202,7 +202,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
 class HostsSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks on several hosts: this one, on which the server runs, and others that join it."""
 
-    listen: Annotated[str, msgspec.Meta(pattern=r"^([0-9]{1,3}(\.[0-9]{1,3}){3}:[0-9]{1,5})?$")] = ""
+    listen: str = ""
     """`IP:PORT` on this host, for hosts that join: an IPv4 address of a network of their own. Unless set the ranks are
     on this host alone."""
     count: Count = 1

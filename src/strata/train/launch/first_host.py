@@ -132,7 +132,7 @@ class FirstHost:
         return self._order(report.name)
 
     def _order(self, host: str, refused: str = "") -> HostOrder:
-        ranks = None if refused or self._stopping else self._plan.order(host)
+        ranks = None if refused else self._plan.order(host)
         return HostOrder(self._run, ranks, self._settings.hosts.lost_after_s, refused)
 
     async def _decide(self) -> None:

@@ -8,6 +8,7 @@ only what cannot work, and warns of what may not.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
@@ -28,6 +29,7 @@ SMALLER_SHARE: Final = (
     "lower --gpu-memory-utilization in inference.arguments (vLLM takes 0.9 of a device unless it is set), or give"
     " engines devices of their own"
 )
+_LISTEN: Final = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3}){3}:[0-9]{1,5}")
 _log = log.get(__name__)
 
 
@@ -54,6 +56,8 @@ def check_mesh(settings: ServerSettings) -> None:
 def check_hosts(settings: ServerSettings) -> None:
     """INVALID if hosts are to join that cannot."""
     hosts = settings.hosts
+    if hosts.listen and _LISTEN.fullmatch(hosts.listen) is None:
+        raise StrataError(Code.INVALID, f"hosts.listen is {hosts.listen!r}, not IP:PORT with an IPv4 address")
     if hosts.count > 1 and not hosts.listen:
         raise StrataError(Code.INVALID, f"hosts.count is {hosts.count}, and hosts.listen says nothing")
     if hosts.listen and settings.ranks.mode == "connect":
