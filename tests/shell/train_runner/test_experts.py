@@ -6,17 +6,18 @@ them, over the tokens of that adapter alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
 from strata.base.errors import Code, StrataError
 from strata.train.core.model_options import LoraConfig
-from strata.train.runner.experts import group_experts
+from strata.train.runner.experts import PlanDispatch, group_experts
 from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.lora.hooks import Adapters, Span
 from strata.train.runner.lora.span_products import GroupedProducts, LoopedProducts, SpanProducts
@@ -24,9 +25,11 @@ from strata.train.runner.lora.targets import is_experts, targets_of
 from strata.train.runner.model.expert_parallel import DispatchSizes, ExpertParallel, RoutedPairs
 from tests.shell.train_runner import tiny_families
 from tests.shell.train_runner.dispatched import Dispatched
+from tests.shell.train_runner.single_rank import one_rank
 
 FAMILIES: Final = ("aria_text", "deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe")
 TOKENS: Final = 37
+SEVERAL: Final = (11, 7, 0, 1, TOKENS - 20, 1)
 CHOSEN: Final = 2
 CLOSE: Final = 2e-6
 """Of float32, beside the largest number of a tensor."""
@@ -100,13 +103,35 @@ def test_output_and_all_gradients_are_those_of_the_unmodified_module(family: str
 
 @pytest.mark.parametrize("products", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("rank", [3, 8])
-@pytest.mark.parametrize("spans", [(TOKENS,), (11, 7, 0, 1, TOKENS - 20, 1)], ids=["one", "several"])
+@pytest.mark.parametrize("spans", [(TOKENS,), SEVERAL], ids=["one", "several"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_add_what_their_definition_says(
     family: str, spans: Sequence[int], rank: int, products: SpanProducts
 ) -> None:
     """The second of several spans has no adapter, the last one that of the first. Another one has a larger rank and
     another scale. There are experts without a token of an adapter."""
+    compare_adapters(family, spans, rank, products)
+
+
+@pytest.fixture(scope="module")
+def expert_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExpertParallel]:
+    """Of one rank, to which all pairs travel."""
+    with one_rank(tmp_path_factory.mktemp("group")):
+        yield ExpertParallel(init_device_mesh("cpu", (1,)))
+
+
+@pytest.mark.parametrize("products", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("spans", [(TOKENS,), SEVERAL], ids=["one", "several"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_add_the_same_to_pairs_that_travelled(
+    family: str, spans: Sequence[int], products: SpanProducts, expert_group: ExpertParallel
+) -> None:
+    compare_adapters(family, spans, 3, products, expert_group.dispatch)
+
+
+def compare_adapters(
+    family: str, spans: Sequence[int], rank: int, products: SpanProducts, plan: PlanDispatch | None = None
+) -> None:
     holder = Holder(experts_of(family))
     configs = [
         LoraConfig(rank=rank + 2 * (number == 3), alpha=2.0 * rank, train_attn=False, train_unembed=False)
@@ -117,10 +142,10 @@ def test_adapters_add_what_their_definition_says(
         adapter.flat.copy_(torch.randn(adapter.size, generator=torch.Generator().manual_seed(number)) * 0.1)
     chosen = [adapter if number != 1 else None for number, adapter in enumerate(adapted)]
     chosen[-1] = chosen[0]
+    trained = [adapter for adapter in dict.fromkeys(chosen) if adapter is not None]
     leaves = {
         f"{number}.{name}.{part}": matrix
-        for number, adapter in enumerate(dict.fromkeys(chosen))
-        if adapter is not None
+        for number, adapter in enumerate(trained)
         for name, pair in adapter.pairs.items()
         for part, matrix in zip("AB", pair, strict=True)
     }
@@ -144,7 +169,9 @@ def test_adapters_add_what_their_definition_says(
     adapters.products = products
     adapters.add_hooks(holder)
     adapters.row = [Span(adapter, length) for adapter, length in zip(chosen, spans, strict=True)]
-    group_experts(holder, adapters)
+    # An adapter of the pass that has no token here comes first.
+    adapters.in_pass = [Adapter(configs[0], adapted[0].targets, torch.device("cpu")), *trained]
+    group_experts(holder, adapters, plan)
     assert_close(with_gradients(experts, inputs, leaves), theirs)
 
 

@@ -185,10 +185,10 @@ def _grouped_forward(
         return experts.post_expert_norm(output) if experts.has_post_expert_norm else output
 
     def route(routed: torch.Tensor, spans: Sequence[Span]) -> tuple[Routing, ExpertDispatch]:
-        spans = [Span(_adapter_of(span, name), span.length) for span in spans if span.length]
+        spans = _spans_of_experts(spans, name, len(routed))
         if plan is not None:
             return plan(routed, count, adapters.number_tokens(spans, [None, *adapters.in_pass], routed.device))
-        kinds = list(dict.fromkeys(span.adapter for span in spans)) or [None]
+        kinds = list(dict.fromkeys(span.adapter for span in spans))
         if len(kinds) == 1:
             routing = route_pairs(routed, count)
             adapted = pairs_of_one(kinds[0], routing.ends)
@@ -215,9 +215,17 @@ def _grouped_forward(
     return forward
 
 
-def _adapter_of(span: Span, name: str) -> Adapter | None:
-    """The adapter of a span, if it has the experts `name`."""
-    return span.adapter if span.adapter is not None and f"{name}.down_proj" in span.adapter.pairs else None
+def _spans_of_experts(spans: Sequence[Span], name: str, tokens: int) -> list[Span]:
+    """The spans of so many tokens, with an adapter where it has the experts `name`. Tokens behind the spans have
+    none."""
+    target = f"{name}.down_proj"
+    own = [Span(span.adapter if _has(span.adapter, target) else None, span.length) for span in spans if span.length]
+    without = tokens - sum(span.length for span in own)
+    return [*own, Span(None, without)] if without else own
+
+
+def _has(adapter: Adapter | None, target: str) -> bool:
+    return adapter is not None and target in adapter.pairs
 
 
 def _sizes_of(spans: Sequence[Span], adapters: Sequence[Adapter | None], per_token: int) -> list[int]:
