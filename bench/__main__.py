@@ -26,6 +26,7 @@ BENCHES: Final = {
     "experts": "a layer of 64 experts, forward and backward, beside transformers' loop and a loop over unbound weights",
     "dlrover": "heartbeats and shards of the coordinator beside DLRover's local master",
     "fleet": "claims and heartbeats at the store port and over HTTP beside the bare databases and an empty route",
+    "gap": "rewards learned from a noisy sampler, corrected and not, beside an exact one; one forward pass less",
     "hosts": "memory of a hub on SQLite with 2,000 hosts that wait for jobs and send heartbeats",
     "journal": "appends, replay and restore beside the bare PostgreSQL and SQLite drivers",
     "loading": "memory of a rank that loads its shards of a model beside one that loads all of it",
