@@ -225,6 +225,15 @@ TRAINING: Final = (
         ("inference.engine",),
     ),
     SupportRow(
+        "turns of ranks and vLLM",
+        "experimental",
+        "experimental",
+        "merge",
+        "tests/shell/train_endpoints/test_device_turns.py",
+        "gloo, a double of vLLM",
+        ("inference.share_devices",),
+    ),
+    SupportRow(
         "weights for `transformers serve`",
         "supported",
         "experimental",

@@ -8,6 +8,7 @@ that after it was alive then, and what is started later finds no permit.
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
@@ -28,17 +29,21 @@ class DevicePermit(msgspec.Struct, frozen=True, kw_only=True):
     """Whose processes may start; empty: none, the devices pass from one side to the other."""
 
 
+def permit_file(settings: ServerSettings) -> Path:
+    return settings.sockets / "devices.json"
+
+
 def read_permit(settings: ServerSettings) -> DevicePermit | None:
     """None if there is no permit that can be read: nothing may start then."""
     try:
-        return read_json(settings.device_permit, DevicePermit)
+        return read_json(permit_file(settings), DevicePermit)
     except (StrataError, OSError) as error:
         _log.warning("device_permit_unreadable", reason=str(error))
         return None
 
 
 def write_permit(settings: ServerSettings, permit: DevicePermit) -> None:
-    write_json(settings.device_permit, permit)
+    write_json(permit_file(settings), permit)
 
 
 def wait_to_start_ranks(settings: ServerSettings) -> None:

@@ -326,7 +326,7 @@ class InferenceSettings(msgspec.Struct, frozen=True, kw_only=True):
     arguments say (`--gpu-memory-utilization`), and the ranks need the rest. `turns`: they take turns, and who has not
     the turn sleeps (experimental)."""
     turn_s: Positive = 60.0
-    """With `share_devices = "turns"`: how long ranks or engines keep the devices while the other side waits."""
+    """How long ranks or engines keep devices that they share in turns, while the other side waits."""
     arguments: tuple[str, ...] = ()
     """Further arguments of the engine. They are visible to all users of the machine."""
     environment: dict[str, str] = {}
@@ -510,11 +510,6 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def engine_report(self, name: str) -> Path:
         """Returns what the launcher reports of an engine, for the orchestrator's status."""
         return self.sockets / f"{name}.json"
-
-    @property
-    def device_permit(self) -> Path:
-        """Says who may start processes on devices that ranks and engines share in turns."""
-        return self.sockets / "devices.json"
 
     def engine_log(self, name: str) -> Path:
         """The output of an engine since its last start; that before is beside it with the suffix `.1`."""

@@ -19,6 +19,7 @@ from strata.train.core.commands import Timing
 from strata.train.core.replay_differences import ReplayDifferences
 from strata.train.settings import load_settings
 from strata.train.status.reports import (
+    DeviceTurnStatus,
     EngineStatus,
     GapStatus,
     HighGapStatus,
@@ -139,6 +140,18 @@ def test_engines_are_counted_and_one_that_is_not_ready_stands_out() -> None:
     assert lines[1].startswith("! engine-1 is restarting: RuntimeError: out of memory xxx")
     assert max(map(len, lines)) <= 80
     assert "engines    1 of 2 ready" in lines
+
+
+def test_who_has_shared_devices_is_a_line_and_ranks_that_sleep_for_it_are_no_alert() -> None:
+    turn = DeviceTurnStatus(side="engines", since_s=NOW_S - 12, leaving=False)
+    sleeping = RanksStatus(state="asleep", reason="engines have their devices", size=2)
+    waiting = EngineStatus(name="engine-0", state="waiting", reason="ranks have its devices")
+    lines = text(changed(device_turn=turn, ranks=sleeping, engines=[waiting]))
+    assert "devices    engines have them for 12s" in lines
+    assert not any(each.startswith("!") for each in lines)
+    turn = DeviceTurnStatus(side="ranks", since_s=None, leaving=True)
+    assert "devices    ranks have them, engines are next" in text(changed(device_turn=turn))
+    assert any(each.startswith("!") for each in text(changed(ranks=sleeping)))
 
 
 def test_a_gap_above_the_alarm_stands_before_everything_else() -> None:

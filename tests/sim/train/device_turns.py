@@ -238,13 +238,13 @@ class World:
             backend = SimpleNamespace(request=world.request)
             attached = property(lambda _: world.attached)
 
-        publisher = SimpleNamespace(
-            is_idle=True,
-            is_awake=lambda name: world.engine_up and not world.engine_asleep,
-            sleep_engine=self.sleep_engine,
-            wake_engine=self.wake_engine,
-            is_engine_asleep=self.is_engine_asleep,
-        )
+        class Shared:
+            asleep = property(lambda _: set() if world.engine_up and not world.engine_asleep else {ENGINE})
+            sleep = staticmethod(world.sleep_engine)
+            wake = staticmethod(world.wake_engine)
+            is_asleep = staticmethod(world.is_engine_asleep)
+
+        publisher = SimpleNamespace(is_idle=True, shared=Shared())
         context: Any = Context()
         ports: Any = publisher
         return DeviceTurns(context, ports, lambda name: None)

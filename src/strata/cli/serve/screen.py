@@ -10,7 +10,7 @@ from strata.cli.gang.format import age, names, took
 from strata.cli.layout import Cell, Screen, ScreenColumn, Table
 
 if TYPE_CHECKING:
-    from strata.train.status.reports import RunningStatus, ServerStatus, TenantStatus, Timeline
+    from strata.train.status.reports import DeviceTurnStatus, RunningStatus, ServerStatus, TenantStatus, Timeline
 
 TENANTS: Final = 6
 """Rows of tenants where all has to fit one screen."""
@@ -79,7 +79,8 @@ def _parameters(number: int) -> str:
 
 def _alerts(status: ServerStatus) -> list[Cell]:
     ranks = status.ranks
-    alerts = [] if ranks.state in _QUIET else [Cell(f"! {ranks.reason}", "bold red")]
+    sleeps_in_turn = ranks.state == "asleep" and status.device_turn is not None and status.device_turn.side == "engines"
+    alerts = [] if ranks.state in _QUIET or sleeps_in_turn else [Cell(f"! {ranks.reason}", "bold red")]
     if ranks.state == "ready" and len(ranks.answered) < ranks.size:
         missing = sorted(set(range(ranks.size)) - set(ranks.answered))
         alerts.append(Cell(f"! no answer from rank {names([str(each) for each in missing])}", "bold red"))
@@ -100,7 +101,7 @@ def _alerts(status: ServerStatus) -> list[Cell]:
     return alerts + [
         Cell(f"! {each.name} is {each.state}: {each.reason}"[:LINE], "bold red")
         for each in status.engines
-        if each.state != "ready"
+        if each.state not in ("ready", "waiting")
     ]
 
 
@@ -117,6 +118,7 @@ def _sentences(status: ServerStatus) -> list[str]:
         f"ranks      {group}{_recoveries(status)}",
         *([f"replay     {found}"] if (found := _replay(status)) else []),
         *([f"engines    {_engines(status)}"] if status.engines else []),
+        *([f"devices    {_devices(status, status.device_turn)}"] if status.device_turn is not None else []),
         f"snapshot   {_snapshot(status)}",
         f"journal    {status.dispatched} {'dispatch' if status.dispatched == 1 else 'dispatches'}, "
         f"generation {status.generation}, led for {age((status.now_s - status.leading_since_s) * 1000)}",
@@ -169,6 +171,11 @@ def _engines(status: ServerStatus) -> str:
     restarts = sum(max(each.starts - 1, 0) for each in status.engines)
     again = f", restarted {format_count(restarts, 'time')}" if restarts else ""
     return f"{ready} of {len(status.engines)} ready{again}"
+
+
+def _devices(status: ServerStatus, turn: DeviceTurnStatus) -> str:
+    since = f" for {age((status.now_s - turn.since_s) * 1000)}" if turn.since_s is not None else ""
+    return f"{turn.side} have them{since}{f', {turn.next_side} are next' if turn.next_side else ''}"
 
 
 def _snapshot(status: ServerStatus) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -34,6 +34,7 @@ from strata.train.core.sampling import SampledPart, SampleOperation, SampleResul
 from strata.train.core.state import InferenceEndpoint, Publication, Push, TrainState
 from strata.train.endpoints.client import EngineClient, LocalEngine
 from strata.train.endpoints.engine import Engine, ModelVersion, stale_versions
+from strata.train.endpoints.shared_engines import SharedEngines
 from strata.train.endpoints.transformers_serve import TransformersEngine
 from strata.train.endpoints.vllm import VllmEngine
 from strata.train.settings import ServerSettings
@@ -82,8 +83,8 @@ class Publisher:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._down: set[str] = set()
         """Engines of the server that failed and have not replied since: no sample is routed to them."""
-        self._asleep = frozenset(settings.inference.engines if settings.inference.takes_turns else ())
-        """Engines that share the devices of the ranks and are not known to be awake."""
+        shared = settings.inference.engines if settings.inference.takes_turns else ()
+        self.shared = SharedEngines(shared, self._engine, self._locks, store.publishable.set)
         self._failures: Counter[str] = Counter()
         """How often an engine of the server failed while it drew each sample."""
 
@@ -107,11 +108,12 @@ class Publisher:
     async def run_once(self) -> None:
         """Start the tasks that are due, and cancel those whose sample is not routed any more."""
         state = self._store.state
+        closed = self.shared.asleep.union(() if state.may_begin("engines") else state.rules.engines)
         for path, push in list(state.pushes.items()):
-            if self._asleep.isdisjoint(push.endpoints) and self._may_begin(push.endpoints):
+            if not closed.intersection(push.endpoints):
                 self._start_task(f"push {path}", lambda push=push: self._push(push))  # type: ignore[misc]
         # Routing need not be durable: a sample whose route is lost is routed again.
-        route = RouteSamples(self._settings.inference.max_samples, self._asleep.union(self._down))
+        route = RouteSamples(self._settings.inference.max_samples, self.shared.asleep.union(self._down))
         while state.rules.route and state.waiting and self._store.submit_nowait(route)[0].facts:
             pass
         for future_id in [each for each in self._failures if each not in state.waiting and each not in state.routed]:
@@ -134,7 +136,7 @@ class Publisher:
         for future_id, (endpoint, sample) in self._store.state.routed.items():
             by_endpoint[endpoint][future_id] = sample
         for endpoint, samples in by_endpoint.items():
-            if endpoint in self._down or endpoint in self._asleep:
+            if endpoint in self._down or endpoint in self.shared.asleep:
                 continue
             suspects = [future_id for future_id in samples if self._failures[future_id] >= SUSPECT]
             is_busy = any(f"sample {future_id}" in self._tasks for future_id in samples)
@@ -312,40 +314,10 @@ class Publisher:
                 raise
             raise StrataError(Code.UNAVAILABLE, "the engine has lost the weights again") from None
 
-    # Devices that engines share with the ranks
-
-    def _may_begin(self, endpoints: Iterable[str]) -> bool:
-        state = self._store.state
-        return state.may_begin("engines") or set(endpoints).isdisjoint(state.rules.engines)
-
     @property
     def is_idle(self) -> bool:
-        """Says whether no task uses an engine. None begins while engines leave the devices."""
+        """Says whether no task uses an engine. None begins while engines leave devices that they share."""
         return not any(name.startswith(("push ", "sample ")) for name in self._tasks)
-
-    async def sleep_engine(self, name: str) -> None:
-        """Have an engine of the server leave the devices. UNAVAILABLE or DEADLINE unless it confirms that."""
-        self._asleep |= {name}
-        async with self._locks[name]:
-            await self._shared_engine(name).sleep()
-
-    async def wake_engine(self, name: str) -> None:
-        """Have an engine of the server use the devices, after the ranks have left them."""
-        async with self._locks[name]:
-            await self._shared_engine(name).wake()
-        self._asleep -= {name}
-        self._store.publishable.set()
-
-    def is_awake(self, name: str) -> bool:
-        return name not in self._asleep
-
-    async def is_engine_asleep(self, name: str) -> bool:
-        return await self._shared_engine(name).is_asleep()
-
-    def _shared_engine(self, name: str) -> VllmEngine:
-        engine = self._engine(name)
-        assert isinstance(engine, VllmEngine), "the server starts no other engine"
-        return engine
 
     # Status
 

@@ -26,6 +26,7 @@ from strata.base.ids import Ids
 from strata.base.private import require_private_folder, set_private_umask
 from strata.base.settings import process_environment
 from strata.http import otel
+from strata.train.device_permit import permit_file
 from strata.train.key_database import prepare_first_key
 from strata.train.launch.engine_supervisor import EngineSupervisor, check_engine, write_engine_key
 from strata.train.launch.first_host import FirstHost
@@ -194,7 +195,7 @@ class Launcher:
             _log.debug("setting_resolved", name=choice.setting, value=choice.value, reason=choice.reason)
         check_engine(settings, self._environment)
         # That of an earlier start: the orchestrator writes it again.
-        settings.device_permit.unlink(missing_ok=True)
+        permit_file(settings).unlink(missing_ok=True)
         if self._engines:
             write_engine_key(settings, self._engine_key)
 

@@ -86,8 +86,10 @@ def report_experimental_features(resolution: ResolvedSettings) -> None:
     """Log a line for each feature of the server that is experimental, alone or in this combination."""
     combination, ranks = server_combination(resolution.settings), resolution.settings.ranks
     devices = (resolution.device, "nccl" if ranks.backend == "nccl" else "")
+    turns = "inference.share_devices" if resolution.settings.inference.takes_turns else ""
     hosts = "hosts.listen" if resolution.settings.hosts.listen else ""
-    report_experimental((*combination.features, *devices, "ranks.mode" if ranks.mode == "connect" else "", hosts))
+    connect = "ranks.mode" if ranks.mode == "connect" else ""
+    report_experimental((*combination.features, *devices, turns, connect, hosts))
     verdict = assess(combination)
     if verdict.level == "experimental":
         _log.warning("experimental_feature", name=verdict.features[0], reason=verdict.why)

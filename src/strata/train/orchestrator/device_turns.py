@@ -81,7 +81,7 @@ class DeviceTurns:
         await self._grant(turn.number, turn.side)
         now_s = self._store.clock.monotonic_s()
         if turn.side == "engines":
-            asleep = [name for name in self._engines if not self._publisher.is_awake(name)]
+            asleep = [name for name in self._engines if name in self._publisher.shared.asleep]
             await asyncio.gather(*(self._wake(name) for name in asleep))
         elif now_s - self._checked_s >= CHECK_S:
             self._checked_s = now_s
@@ -147,7 +147,7 @@ class DeviceTurns:
             report = read_report(self._context.settings, name)
             if report is not None and report.condition == "waiting":
                 return report.permit == number
-            await self._publisher.sleep_engine(name)
+            await self._publisher.shared.sleep(name)
         except (StrataError, OSError) as error:
             self._fail(name, error)
             return False
@@ -157,19 +157,20 @@ class DeviceTurns:
     async def _wake(self, name: str) -> None:
         """One that is dead starts by itself, now that it may."""
         try:
-            await self._publisher.wake_engine(name)
+            await self._publisher.shared.wake(name)
         except StrataError as error:
             self._fail(name, error)
         else:
             self._failing_since_s.pop(name, None)
 
     async def _keep_asleep(self, name: str) -> None:
-        """In the turn of the ranks. An engine that does not reply has no process, or its supervisor kills it."""
+        """Have an engine that is awake in the turn of the ranks sleep. One that does not reply has no process, or its
+        supervisor kills it."""
         try:
-            if await self._publisher.is_engine_asleep(name):
+            if await self._publisher.shared.is_asleep(name):
                 return
             _log.error("engine_awake_out_of_turn", engine=name)
-            await self._publisher.sleep_engine(name)
+            await self._publisher.shared.sleep(name)
         except StrataError as error:
             _log.debug("engine_not_checked", engine=name, reason=str(error))
 

@@ -18,6 +18,7 @@ from strata.base.clock import Clock
 from strata.http.metrics import MetricFactory, new_registry
 from strata.train.core.commands import DispatchReply
 from strata.train.core.facts import (
+    DeviceTurnTaken,
     Dispatched,
     Fact,
     OperationAccepted,
@@ -103,6 +104,9 @@ class OrchestratorMetrics:
             self.gap_tokens.labels(compared)
         self.gap_alarms = counter("sampler_gap_alarms_total", "Times that the gap of a model rose above the alarm")
         self.gap_high = gauge("sampler_gap_high_models", "Models whose gap was above the alarm in their last such pass")
+        self.device_turns = counter(
+            "device_turns_total", "Turns on devices that ranks and engines share, by who got them", "side"
+        )
         self.engines = gauge("engine_ready", "Whether an engine that the server starts is ready", "engine")
         self.engine_starts = gauge("engine_starts", "Starts of an engine since the server started", "engine")
 
@@ -133,6 +137,8 @@ class OrchestratorMetrics:
                 self.routed.labels(fact.endpoint).inc()
             case SampleReturned():
                 self.returned.labels("engine" if fact.again else "ranks").inc()
+            case DeviceTurnTaken():
+                self.device_turns.labels(fact.side).inc()
             case SnapshotCommitted():
                 self.snapshots.labels("committed").inc()
                 self.held_s.observe(fact.held_s)

@@ -15,6 +15,7 @@ from strata.train.endpoints.engine_report import engine_statuses
 from strata.train.orchestrator.rank_session import OrchestratorContext
 from strata.train.status import queries, reports, views
 from strata.train.status.overview import (
+    device_turn_status,
     endpoint_rows,
     fold_tenants,
     high_gaps,
@@ -157,6 +158,7 @@ def _server_status(
         engines=[
             each if only is None else msgspec.structs.replace(each, reason="") for each in engine_statuses(settings)
         ],
+        device_turn=device_turn_status(state),
     )
 
 
@@ -193,6 +195,8 @@ def _describe_ranks(context: OrchestratorContext, healthy: Sequence[int] | str) 
         phase, reason = "catching up", "they replay what ranks before them had done"
     elif state.dispatches:
         phase, reason = "busy", f"with dispatch {min(state.dispatches)}"
+    elif state.current_turn is not None and state.current_turn.side == "engines":
+        phase, reason = "asleep", "engines have their devices"
     elif state.asleep:
         phase, reason = "asleep", "wake them with POST /wake_up"
     return reports.RanksStatus(

@@ -19,6 +19,7 @@ from strata.train.status.reports import (
     RECENT,
     CheckpointStatus,
     CurveSeries,
+    DeviceTurnStatus,
     EndpointStatus,
     GapStatus,
     HighGapStatus,
@@ -148,6 +149,13 @@ def stopped_rows(state: TrainState, *, own: str | None = None) -> list[StoppedSt
         for model, stop in stopped_models(state)
         if own in (None, model.tenant)
     ]
+
+
+def device_turn_status(state: TrainState) -> DeviceTurnStatus | None:
+    turn = state.current_turn
+    if turn is None:
+        return None
+    return DeviceTurnStatus(side=turn.side, since_s=turn.at_s or None, leaving=turn.leaving)
 
 
 def high_gaps(state: TrainState, gaps: Mapping[str, GapStatus], *, own: str | None = None) -> list[HighGapStatus]:

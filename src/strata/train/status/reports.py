@@ -189,11 +189,27 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     state: str
-    """`starting`, `ready`, `restarting`, `unknown`."""
+    """`waiting` for devices that it shares, `starting`, `ready`, `restarting`, `unknown`."""
     reason: str
     starts: int = 0
     """Starts since the server started."""
     since_s: float | None = None
+
+
+class DeviceTurnStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Who has the devices that ranks and engines share in turns."""
+
+    side: str
+    """`ranks` or `engines`."""
+    since_s: float | None
+    """None: since the first start."""
+    leaving: bool
+    """The other side waits until this one sleeps."""
+
+    @property
+    def next_side(self) -> str:
+        """The side that waits for the other one to sleep; empty if none does."""
+        return ("ranks" if self.side == "engines" else "engines") if self.leaving else ""
 
 
 class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,6 +253,8 @@ class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     stopped: Sequence[StoppedStatus] = ()
     stopped_models: int = 0
     """Those of all tenants."""
+    device_turn: DeviceTurnStatus | None = None
+    """None unless ranks and engines take turns on devices."""
 
 
 class CheckpointStatus(msgspec.Struct, frozen=True, kw_only=True):
