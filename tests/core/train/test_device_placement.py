@@ -171,6 +171,12 @@ def test_a_rank_on_a_shared_device_has_what_the_engines_leave() -> None:
     assert left(inference_arguments=less, inference_count=3).rank_bytes == 0
 
 
+def test_ranks_that_take_turns_with_engines_have_all_of_a_device() -> None:
+    found = place(settings(**VLLM, inference_share_devices="turns", inference_count=2), machine(1, 24, free=23))
+    assert found.rank_bytes == 23 * GB
+    assert [each.number for devices in found.engines.values() for each in devices] == ["0", "0"]
+
+
 def test_processes_are_shown_their_devices_in_the_order_of_the_bus() -> None:
     found = place(settings(**VLLM, inference_count=2), machine(4, 24))
     order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

@@ -12,11 +12,13 @@ import pytest
 from strata.base.errors import Code, StrataError
 from strata.train.launch.engine_supervisor import engine_command
 from strata.train.launch.launcher import rank_command
-from strata.train.launch.preflight import check_memory
+from strata.train.launch.preflight import check_features, check_memory
+from strata.train.launch.supervised_process import ProcessCommand
 from strata.train.plan.defaults import ResolvedSettings
+from strata.train.plan.device_placement import DevicePlacement
 from strata.train.plan.devices import Hardware
 from strata.train.plan.model_files import ModelFiles
-from tests.core.train.machines import llama_8b, machine, resolve
+from tests.core.train.machines import llama_8b, machine, resolve, settings
 
 VLLM: Final[dict[str, Any]] = {"inference_engine": "vllm"}
 
@@ -123,6 +125,7 @@ def test_a_model_that_fits_on_ranks_and_engines_passes(tmp_path: Path) -> None:
             machine(1, 80),
             {**VLLM, "inference_share_devices": "memory", "inference_arguments": ("--gpu-memory-utilization", "0.5")},
         ),
+        (machine(1, 24), {**VLLM, "inference_share_devices": "turns"}),
     ):
         check_memory(resolve(on, model_path=path, **written))
 
@@ -152,6 +155,12 @@ def test_a_model_that_fits_on_ranks_and_engines_passes(tmp_path: Path) -> None:
         ),
         (
             machine(1, 80),
+            {**VLLM, "inference_count": 2, "inference_share_devices": "turns"},
+            "engines are to take 180% of device 0",
+            "--gpu-memory-utilization",
+        ),
+        (
+            machine(1, 80),
             {**VLLM, "inference_share_devices": "memory"},
             "there are 8 GB, beside what the engines take of the same devices",
             "--gpu-memory-utilization",
@@ -167,3 +176,21 @@ def test_what_does_not_fit_is_refused_with_what_to_do(
     assert refused.value.code is Code.INVALID
     assert says in refused.value.message
     assert hint in (refused.value.hint or "")
+
+
+def test_an_engine_that_takes_turns_is_started_so_that_it_can_sleep() -> None:
+    def command(**written: Any) -> ProcessCommand:
+        return engine_command(settings(**VLLM, **written), "engine-0", {}, "key", DevicePlacement())
+
+    turns = command(inference_share_devices="turns")
+    assert "--enable-sleep-mode" in turns.arguments
+    assert turns.environment["VLLM_SERVER_DEV_MODE"] == "1"
+    others = command()
+    assert "--enable-sleep-mode" not in others.arguments
+    assert "VLLM_SERVER_DEV_MODE" not in others.environment
+
+
+def test_ranks_of_an_operator_take_no_turns() -> None:
+    """Nothing would hold back their start."""
+    with pytest.raises(StrataError, match=r'ranks\.mode "connect"'):
+        check_features(settings(**VLLM, inference_share_devices="turns", ranks_mode="connect"))

@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from strata.base.errors import StrataError
 from strata.train.core.state import InferenceEndpoint
 from strata.train.endpoints.client import EngineClient
 from strata.train.endpoints.engine import ModelVersion, stale_versions
@@ -51,6 +52,19 @@ async def test_the_suite_of_engines(case: Case, check: Callable[[Case], Awaitabl
     if case.first.full and check not in (*WHOLE, *SLEEPERS):
         return
     await check(case)
+
+
+async def test_an_engine_that_stays_awake_has_not_slept() -> None:
+    """A status of 200 is not enough."""
+    async with FakeVllm() as fake:
+        settings = InferenceSettings(allow=(fake.url,))
+        engine = VllmEngine(
+            EngineClient(InferenceEndpoint("e", fake.url, "127.0.0.1", "vllm", 0.0), settings), settings
+        )
+        fake.insomniac = True
+        with pytest.raises(StrataError, match="is awake"):
+            await engine.sleep()
+        await engine.close()
 
 
 def test_versions_are_compared_by_their_number_and_only_within_their_run() -> None:

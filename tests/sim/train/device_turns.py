@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -196,19 +198,21 @@ class World:
 
     # A run
 
-    async def run(self) -> None:
+    async def run(
+        self, restart_engine: Callable[[str], None] = lambda _: None, *, steps: int = STEPS, demands_turns: bool = True
+    ) -> None:
         """Restarts the orchestrator whenever it dies. In the end nobody dies any more, and the devices pass on."""
-        self.model, turns, before = self._make_model(), self._orchestrator(), 0
-        for number in range(STEPS):
-            if number == STEPS // 2:
+        self.model, turns, before = self._make_model(), self._orchestrator(restart_engine), 0
+        for number in range(steps):
+            if number == steps // 2:
                 self.healed, before = True, self.turns
             try:
                 await turns.run_once()
                 self.move()
             except CrashedError:
                 self.attached = None
-                turns = self._orchestrator()
-        if self.turns < before + 2:
+                turns = self._orchestrator(restart_engine)
+        if demands_turns and self.turns < before + 2:
             raise ViolatedError(f"a side starves: {self.server.state.current_turn}")
 
     def _make_model(self) -> str:
@@ -216,7 +220,7 @@ class World:
         self.server.ask(ClientCommand(TENANT, AddEndpoint(ENGINE, f"unix:{ENGINE}", "vllm"), 0.0))
         return self.server.model()
 
-    def _orchestrator(self) -> DeviceTurns:
+    def _orchestrator(self, restart_engine: Callable[[str], None]) -> DeviceTurns:
         async def sleep(seconds: float) -> None:
             await self.pause()
 
@@ -247,27 +251,35 @@ class World:
         publisher = SimpleNamespace(is_idle=True, shared=Shared())
         context: Any = Context()
         ports: Any = publisher
-        return DeviceTurns(context, ports, lambda name: None)
+        return DeviceTurns(context, ports, restart_engine)
+
+
+@contextmanager
+def seams(world: World, without: str = "") -> Iterator[None]:
+    """The files of a world in memory, and a safeguard removed."""
+    replaced: list[Seam] = [
+        (device_turns, "write_permit", world.write_permit),
+        (device_turns, "read_report", lambda *_: world.reported),
+        *([SAFEGUARDS[without]] if without else []),
+    ]
+    before = [getattr(owner, name) for owner, name, _ in replaced]
+    for owner, name, mine in replaced:
+        setattr(owner, name, mine)
+    try:
+        yield
+    finally:
+        for (owner, name, _), real in zip(replaced, before, strict=True):
+            setattr(owner, name, real)
 
 
 def run_seed(seed: int, without: str = "") -> str | None:
     """Returns the violation that this seed finds, with every safeguard or without one of them."""
     world = World(seed)
-    seams: list[Seam] = [
-        (device_turns, "write_permit", world.write_permit),
-        (device_turns, "read_report", lambda *_: world.reported),
-        *([SAFEGUARDS[without]] if without else []),
-    ]
-    before = [getattr(owner, name) for owner, name, _ in seams]
-    for owner, name, mine in seams:
-        setattr(owner, name, mine)
-    try:
-        asyncio.run(world.run())
-    except ViolatedError as violation:
-        return str(violation)
-    finally:
-        for (owner, name, _), real in zip(seams, before, strict=True):
-            setattr(owner, name, real)
+    with seams(world, without):
+        try:
+            asyncio.run(world.run())
+        except ViolatedError as violation:
+            return str(violation)
     return None
 
 

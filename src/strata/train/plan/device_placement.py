@@ -32,13 +32,16 @@ class DevicePlacement(msgspec.Struct, frozen=True, kw_only=True):
     """The devices of each engine, by its name."""
     engine_share: float = 0.0
     """The share of the memory of each of its devices that an engine takes."""
+    in_turns: bool = False
+    """While ranks compute, engines sleep and take nothing."""
 
     @property
     def rank_bytes(self) -> int:
         """Returns the free memory of the fullest device of a rank, without what engines take there."""
+        share = 0.0 if self.in_turns else self.engine_share
         engines = Counter(device.number for devices in self.engines.values() for device in devices)
         return min(
-            max(device.free_bytes - int(engines[device.number] * self.engine_share * device.total_bytes), 0)
+            max(device.free_bytes - int(engines[device.number] * share * device.total_bytes), 0)
             for device in self.ranks
         )
 
@@ -91,7 +94,12 @@ def place(settings: ServerSettings, machine: Hardware) -> DevicePlacement:
         ranks = left[: settings.ranks.nproc or len(left)]
     elif taken > len(devices) and not shares:
         raise _too_few(settings, devices, taken, 0)
-    return DevicePlacement(ranks=ranks, engines=engines, engine_share=_engine_share(inference) if engines else 0.0)
+    return DevicePlacement(
+        ranks=ranks,
+        engines=engines,
+        engine_share=_engine_share(inference) if engines else 0.0,
+        in_turns=inference.takes_turns,
+    )
 
 
 def computes_on_devices(settings: ServerSettings, machine: Hardware) -> bool:
@@ -161,9 +169,6 @@ def engine_size(arguments: Sequence[str]) -> int | None:
 
 
 def _engine_share(inference: InferenceSettings) -> float:
-    if inference.takes_turns:
-        # An engine that sleeps has nothing there.
-        return 0.0
     for value in _values(inference.arguments, _SHARE):
         try:
             return float(value)
