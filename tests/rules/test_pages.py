@@ -21,6 +21,7 @@ TABLES: Final[Mapping[str, str]] = {
     "families.md": "one row for each family, written by `make families`",
     "glossary.md": "one row for each term",
     "proof.md": "one row for each promise, of which `make ledger` writes a part",
+    "support.md": "one row for each capability and each combination, written by `scripts/support.py`",
 }
 """Pages of rows that are looked up, not read."""
 

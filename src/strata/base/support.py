@@ -174,20 +174,12 @@ TRAINING: Final = (
         ("model.compile",),
     ),
     _training(
-        "fused layers (Liger)",
+        "fused kernels of others",
         "experimental",
         "pr",
         "train_runner/test_fused_kernels.py",
-        "Liger 0.8.5 under Triton's interpreter, in float32",
-        ("model.fused_layers",),
-    ),
-    _training(
-        "FA3 and FA4",
-        "experimental",
-        "pr",
-        "train_runner/test_fused_kernels.py",
-        "nowhere: torch's registry, with doubles",
-        ("model.attention",),
+        "Liger in Triton's interpreter; FA3, FA4 nowhere",
+        ("model.fused_layers", "model.attention"),
     ),
     _training(
         "offload of weights",

@@ -128,14 +128,17 @@ PAIRS: Final = (
     PairRow(
         "model.fused_layers",
         "model.compile",
-        "fused layers were not compared with plain ones when they are compiled",
+        "the two were not compared",
         "leave one of the two out",
     ),
-    PairRow("model.fused_layers", "parallel.pipeline", "fused layers were not compared with plain ones on stages"),
+    *(
+        PairRow(setting, "parallel.pipeline", "not compared on stages")
+        for setting in ("model.fused_layers", "model.attention")
+    ),
     PairRow(
         "model.attention",
         "soft-capped attention",
-        "the attention of the model is soft-capped, and computed by no fused kernel",
+        "no fused kernel computes it",
         "leave model.attention out",
     ),
     PairRow("model.training", "the optimizer muon", "all weights of a model are stepped with AdamW"),
@@ -154,7 +157,7 @@ FAMILIES: Final = (
         "model.fused_layers",
         FUSED_FAMILIES,
         "refused",
-        "fused layers of {family} were not compared with plain ones, only those of {families}",
+        "layers of {family} were not compared with plain ones, only those of {families}",
     ),
     FamilyRow(
         "parallel.context",

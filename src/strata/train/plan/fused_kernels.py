@@ -25,7 +25,7 @@ class KernelPackage(NamedTuple):
 PACKAGES: Final[Mapping[str, KernelPackage]] = {
     "liger": KernelPackage("liger_kernel", "pip install liger-kernel"),
     "FA3": KernelPackage("flash_attn_interface", "install it from the folder hopper of flash-attention"),
-    "FA4": KernelPackage("flash_attn", "pip install flash-attn-4"),
+    "FA4": KernelPackage("flash_attn", "pip install flash-attn-4; with torch 2.13, 4.0.0b19"),
 }
 
 

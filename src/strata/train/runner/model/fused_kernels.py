@@ -128,7 +128,7 @@ def compute_row(
 
 @contextmanager
 def kernel_errors(kernel: FusedKernel) -> Iterator[None]:
-    """What a kernel or its package raises becomes an UNSUPPORTED error that names the setting."""
+    """Makes whatever a kernel or its package raises an UNSUPPORTED error that names the setting."""
     try:
         yield
     except StrataError as error:
@@ -140,7 +140,7 @@ def kernel_errors(kernel: FusedKernel) -> Iterator[None]:
 
 
 def verify_agreement(kernel: FusedKernel, fused: RowResult, plain: RowResult, dtype: str) -> tuple[float, float]:
-    """How far log probabilities and gradients are apart. UNSUPPORTED if they do not agree."""
+    """Returns how far log probabilities and gradients are apart. UNSUPPORTED if they do not agree."""
     apart = float((fused.logprobs - plain.logprobs).abs().max())
     if not within_tolerance(fused.logprobs, plain.logprobs, dtype):
         raise _unfit(kernel, f"its log probabilities are not those of the plain path (off by {apart:.2g} nats)")
