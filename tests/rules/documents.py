@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import click
 
+from strata.cli.groups import DefaultGroup
+
 
 class Line(NamedTuple):
     file: str
@@ -88,6 +90,8 @@ def dead_links(file: Path, text: str) -> list[str]:
 def _parse(command: click.Command, parent: click.Context, words: list[str]) -> tuple[click.Context, list[str]]:
     # Placeholders such as `HOST` or `FILE` stand for values; names, counts and choices are checked, not types.
     ctx = click.Context(command, info_name=command.name, parent=parent if parent.command is not command else None)
+    if isinstance(command, DefaultGroup) and words and words[0].startswith("-"):
+        words = [words[0]] if words[0] in ctx.help_option_names else [command.default, *words]
     parser = command.make_parser(ctx)
     parser.ignore_unknown_options = False
     values, rest, _ = parser.parse_args(list(words))

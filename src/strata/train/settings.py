@@ -419,11 +419,6 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return DeviceValues(**set_here)
 
     @property
-    def all_ranks(self) -> int:
-        """Returns how many ranks there are on all hosts."""
-        return self.by_device.nproc * self.hosts.count
-
-    @property
     def stream(self) -> str:
         return f"train/{self.server.name}"
 
@@ -521,16 +516,6 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.sockets / "ranks.store"
 
     @property
-    def hosts_keys(self) -> Path:
-        """The keys of the port on which hosts join."""
-        return self.data / "hosts.keys"
-
-    @property
-    def invite(self) -> Path:
-        """What a host needs to join: part of those keys."""
-        return self.data / "hosts.invite"
-
-    @property
     def keys(self) -> Path:
         return self.server.keys.expanduser().absolute() if self.server.keys else self.data / "link.keys"
 
@@ -561,6 +546,11 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.server.transport == "tcp":
             return f"tcp://127.0.0.1:{port}"
         return f"ipc://{self.sockets / name}"
+
+
+def count_ranks(settings: ServerSettings) -> int:
+    """Returns how many ranks there are on all hosts."""
+    return settings.by_device.nproc * settings.hosts.count
 
 
 def _port_of(port: int, number: int) -> int:

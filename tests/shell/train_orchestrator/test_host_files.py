@@ -21,14 +21,14 @@ from strata.train.link.host_files import (
 )
 from strata.train.link.hosts import (
     PART_BYTES,
-    FirstHost,
+    FilePart,
+    FirstHostClient,
     Folder,
     GetSettings,
     HostOrder,
     HostSettings,
     HostsListener,
     ListFiles,
-    Part,
     ReadPart,
     SealFile,
     WritePart,
@@ -49,11 +49,13 @@ class Hosts(NamedTuple):
     keys: LinkKeys
     generation: list[int]
 
-    async def ask(self, what: Callable[[FirstHost], T], keys: ClientKeys | None = None, patience_s: float = 20.0) -> T:
+    async def ask(
+        self, what: Callable[[FirstHostClient], T], keys: ClientKeys | None = None, timeout_s: float = 20.0
+    ) -> T:
         """In a thread, as a rank or a host that prepares does."""
 
         def run() -> T:
-            link = FirstHost(self.endpoint, keys or self.keys.of_clients, patience_s)
+            link = FirstHostClient(self.endpoint, keys or self.keys.of_clients, timeout_s)
             try:
                 return what(link)
             finally:
@@ -61,7 +63,7 @@ class Hosts(NamedTuple):
 
         return await asyncio.to_thread(run)
 
-    async def refused(self, what: Callable[[FirstHost], object]) -> Code:
+    async def refused(self, what: Callable[[FirstHostClient], object]) -> Code:
         with pytest.raises(StrataError) as refused:
             await self.ask(what)
         return refused.value.code
@@ -96,7 +98,7 @@ async def test_a_model_is_fetched_with_its_digests_and_what_is_there_is_not_fetc
 ) -> None:
     target = tmp_path / "joined"
 
-    def fetch(first: FirstHost) -> dict[str, CheckpointFile]:
+    def fetch(first: FirstHostClient) -> dict[str, CheckpointFile]:
         files = dict(list_files(first, MODEL))
         remove_others(target, files)
         fetch_files(first, MODEL, files, target)
@@ -122,7 +124,7 @@ async def test_a_beginning_that_was_of_another_file_is_found_by_the_digest(hosts
     target.mkdir()
     (target / f"model.safetensors{UNSEALED}").write_bytes(b"x" * 100)
 
-    def fetch(first: FirstHost) -> None:
+    def fetch(first: FirstHostClient) -> None:
         fetch_files(first, MODEL, list_files(first, MODEL), target)
 
     assert await hosts.refused(fetch) is Code.CORRUPT
@@ -137,7 +139,7 @@ async def test_what_a_rank_sends_is_there_under_its_name_when_it_is_whole(hosts:
     folder = Folder("snapshots", ".000000000012-group.part")
     there = hosts.first / "snapshots" / ".000000000012-group.part"
 
-    def begin(first: FirstHost) -> None:
+    def begin(first: FirstHostClient) -> None:
         first.request(WritePart("run", 7, folder, file.name, 0, b"0123456789"), Written)
 
     await hosts.ask(begin)
@@ -188,15 +190,17 @@ async def test_ranks_write_their_own_files_into_temporary_folders_alone(
 async def test_no_name_leads_out_of_the_folders(hosts: Hosts, name: str) -> None:
     (hosts.first / "snapshots" / "linked").symlink_to(hosts.first)
     folder = Folder("snapshots", name)
-    assert await hosts.refused(lambda first: first.request(ReadPart(folder, "secret", 0), Part)) is Code.INVALID
+    assert await hosts.refused(lambda first: first.request(ReadPart(folder, "secret", 0), FilePart)) is Code.INVALID
     assert await hosts.refused(lambda first: list_files(first, folder)) is Code.INVALID
     write = WritePart("run", 7, Folder("snapshots", f"{name}/.12.part"), "rank-00001.json", 0, b"x")
     assert await hosts.refused(lambda first: first.request(write, Written)) is Code.INVALID
 
 
 async def test_files_that_are_not_of_the_model_are_not_read(hosts: Hosts) -> None:
-    assert await hosts.refused(lambda first: first.request(ReadPart(MODEL, "secret.txt", 0), Part)) is Code.NOT_FOUND
-    assert await hosts.refused(lambda first: first.request(ListFiles(Folder("checkpoints", "none")), Part)) is (
+    assert (
+        await hosts.refused(lambda first: first.request(ReadPart(MODEL, "secret.txt", 0), FilePart)) is Code.NOT_FOUND
+    )
+    assert await hosts.refused(lambda first: first.request(ListFiles(Folder("checkpoints", "none")), FilePart)) is (
         Code.NOT_FOUND
     )
 
@@ -206,7 +210,7 @@ async def test_a_host_with_another_invite_is_not_heard(hosts: Hosts, tmp_path: P
     half = ClientKeys(hosts.keys.server_public, other.client_public, other.client_secret)
     for keys in (other, half):
         with pytest.raises(StrataError) as silent:
-            await hosts.ask(lambda first: first.request(GetSettings(), HostSettings), keys, patience_s=1.0)
+            await hosts.ask(lambda first: first.request(GetSettings(), HostSettings), keys, timeout_s=1.0)
         assert silent.value.code is Code.UNAVAILABLE
     assert await hosts.ask(lambda first: first.request(GetSettings(), HostSettings)) == SETTINGS
 

@@ -150,10 +150,11 @@ def _settings_file(named: str) -> Path:
 
 def _ranks(settings: ServerSettings) -> str:
     from strata.cli.fleet.client import format_count
+    from strata.train.settings import count_ranks
 
     if settings.ranks.mode == "connect":
         return "ranks started elsewhere"
-    ranks = format_count(settings.all_ranks, "rank")
+    ranks = format_count(count_ranks(settings), "rank")
     return f"{ranks} of {settings.hosts.count} hosts" if settings.hosts.listen else ranks
 
 

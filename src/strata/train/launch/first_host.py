@@ -31,6 +31,10 @@ from strata.train.settings import ServerSettings
 OWN: Final = "first host"
 SECTIONS: Final = ("model", "ranks", "sampling", "parallel")
 """What the ranks of other hosts need of the settings; no section with a secret."""
+KEYS_FILE: Final = "hosts.keys"
+"""A file in the data folder: the keys of the port on which hosts join."""
+INVITE_FILE: Final = "hosts.invite"
+"""Another one: the part of those keys that a host needs to join."""
 TICK_S: Final = 0.2
 STALL_S: Final = 1.0
 """When this process itself stood still for longer, no host was silent meanwhile."""
@@ -38,7 +42,7 @@ _log = log.get(__name__)
 
 
 class FirstHost:
-    """In the place of the ranks' process of a single machine."""
+    """Stands in the place of the ranks' process of a single machine."""
 
     def __init__(self, settings: ServerSettings, ranks: ProcessCommand, clock: Clock) -> None:
         self._settings = settings
@@ -70,10 +74,11 @@ class FirstHost:
 
     async def supervise(self) -> None:
         """Run until stopped."""
-        if not self._settings.hosts_keys.exists():
-            make_keys(self._settings.hosts_keys)
-        keys = read_keys(self._settings.hosts_keys)
-        write_json(self._settings.invite, keys.of_clients)
+        file = self._settings.data / KEYS_FILE
+        if not file.exists():
+            make_keys(file)
+        keys = read_keys(file)
+        write_json(self._settings.data / INVITE_FILE, keys.of_clients)
         roots: Mapping[Any, Path] = {
             "model": self._model_folder,
             "snapshots": self._settings.snapshot_folder,

@@ -29,7 +29,7 @@ from strata.train.launch.host_ranks import REPORT_S, HostRanks, hosts_command, o
 from strata.train.launch.launcher import lock_folder, rank_command
 from strata.train.launch.supervised_process import ProcessCommand
 from strata.train.link.host_files import fetch_files, list_files, remove_others, right_files
-from strata.train.link.hosts import FirstHost, Folder, GetSettings, HostLink, HostSettings, Plain
+from strata.train.link.hosts import FirstHostClient, Folder, GetSettings, HostLink, HostSettings, Plain
 from strata.train.link.keys import ClientKeys, read_invite
 from strata.train.plan.defaults import resolve_settings
 from strata.train.plan.devices import read_machine
@@ -163,7 +163,7 @@ class JoinedHost:
 
     def _prepare(self) -> tuple[HostSettings, Path]:
         """Get the settings, and the model's files unless this host has the same ones where the first host has them."""
-        first = FirstHost(self._endpoint, self._keys)
+        first = FirstHostClient(self._endpoint, self._keys)
         try:
             settings = first.request(GetSettings(), HostSettings)
             files = list_files(first, _MODEL)
@@ -200,7 +200,7 @@ class JoinedHost:
 
 
 def _toml(sections: Mapping[str, Mapping[str, Plain]]) -> str:
-    """What JSON says of texts, numbers and truth values, TOML says too."""
+    """Writes texts, numbers and truth values as JSON does: TOML reads them alike."""
     lines: list[str] = []
     for section, values in sections.items():
         lines.append(f"[{section}]")

@@ -23,7 +23,7 @@ from strata.train.plan.device_placement import DevicePlacement
 from strata.train.plan.fused_kernels import check_fused_kernels
 from strata.train.plan.model_cost import estimate, memory_recipe, weight_saved_bytes
 from strata.train.plan.model_files import ModelFiles, find_model_files, read_config, read_model_files
-from strata.train.settings import ServerSettings, check_quantise_package
+from strata.train.settings import ServerSettings, check_quantise_package, count_ranks
 
 SMALLER_SHARE: Final = (
     "lower --gpu-memory-utilization in inference.arguments (vLLM takes 0.9 of a device unless it is set), or give"
@@ -46,7 +46,7 @@ def check_model(settings: ServerSettings) -> None:
 
 def check_mesh(settings: ServerSettings) -> None:
     """INVALID if the ranks do not form the mesh that `parallel` describes, or the model cannot be on it."""
-    if problem := settings.parallel.problem(settings.all_ranks):
+    if problem := settings.parallel.problem(count_ranks(settings)):
         raise StrataError(Code.INVALID, problem)
     check_features(settings)
     if problem := settings.parallel.shape_problem(_config(settings) or {}):
@@ -146,7 +146,7 @@ def check_memory(resolution: ResolvedSettings) -> None:
     if available is None:
         return
     if needed.base > available:
-        ranks = settings.all_ranks
+        ranks = count_ranks(settings)
         room = f" on each of {ranks} ranks, and each has" if ranks > 1 else ", and there are"
         beside = ", beside what the engines take of the same devices" if _is_shared(resolution.placement) else ""
         raise StrataError(

@@ -21,14 +21,14 @@ from strata.train.checkpoints.checkpoint import PART, CheckpointFile, digest_fil
 from strata.train.link.hosts import (
     PART_BYTES,
     FileList,
+    FilePart,
     FileReply,
     FileRequest,
-    FirstHost,
+    FirstHostClient,
     Folder,
     GetSettings,
     HostSettings,
     ListFiles,
-    Part,
     ReadPart,
     Root,
     SealFile,
@@ -85,7 +85,7 @@ class FileService:
         sizes = {name: status.st_size for name, status in found.items() if stat.S_ISREG(status.st_mode)}
         return FileList({name: CheckpointFile("", size) for name, size in sizes.items()})
 
-    def _read(self, request: ReadPart) -> Part:
+    def _read(self, request: ReadPart) -> FilePart:
         if request.folder.root == "model" and request.file not in self._model():
             raise StrataError(Code.NOT_FOUND, f"the model has no file {request.file!r}")
         path = self._path(request.folder) / _checked(request.file)
@@ -96,7 +96,7 @@ class FileService:
         except OSError as error:
             raise StrataError(Code.NOT_FOUND, f"{request.file!r} is gone") from error
         try:
-            return Part(os.pread(descriptor, PART_BYTES, request.offset))
+            return FilePart(os.pread(descriptor, PART_BYTES, request.offset))
         finally:
             os.close(descriptor)
 
@@ -156,7 +156,7 @@ def _checked(name: str) -> str:
     return name
 
 
-def fetch_files(first: FirstHost, folder: Folder, files: Mapping[str, CheckpointFile], target: Path) -> None:
+def fetch_files(first: FirstHostClient, folder: Folder, files: Mapping[str, CheckpointFile], target: Path) -> None:
     """Fetch files into a folder, which may have some of them, or the beginning of one, from an earlier attempt.
 
     CORRUPT if one is not what its digest says; those without a digest are for the caller to verify.
@@ -169,7 +169,7 @@ def fetch_files(first: FirstHost, folder: Folder, files: Mapping[str, Checkpoint
         with part.open("ab") as opened:
             size = opened.tell()
             while size < expected.size:
-                data = first.request(ReadPart(folder, name, size), Part).data
+                data = first.request(ReadPart(folder, name, size), FilePart).data
                 if not data:
                     break
                 opened.write(data)
@@ -197,12 +197,12 @@ def right_files(folder: Path, files: Mapping[str, CheckpointFile]) -> set[str]:
     return {name for name, file in found.items() if files[name] == file}
 
 
-def list_files(first: FirstHost, folder: Folder) -> Mapping[str, CheckpointFile]:
+def list_files(first: FirstHostClient, folder: Folder) -> Mapping[str, CheckpointFile]:
     return first.request(ListFiles(folder), FileList).files
 
 
 def send_file(
-    first: FirstHost, folder: Folder, file: Path, expected: CheckpointFile, *, run: str, generation: int
+    first: FirstHostClient, folder: Folder, file: Path, expected: CheckpointFile, *, run: str, generation: int
 ) -> None:
     """Send a file. When this returns it is durable on the first host."""
     with file.open("rb") as opened:

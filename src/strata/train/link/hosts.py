@@ -28,7 +28,7 @@ PART_BYTES: Final = 4 << 20
 """How much of a file travels in one message."""
 REPLY_S: Final = 10.0
 """How long a reply may take before the request is sent again: every request can be repeated."""
-PATIENCE_S: Final = 60.0
+TIMEOUT_S: Final = 60.0
 """How long the first host may be away before whoever needs a file of it gives up."""
 
 Plain = bool | int | float | str
@@ -103,7 +103,7 @@ class FileList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fil
     """Digests are those of the model's files; a snapshot and a checkpoint have theirs in a manifest."""
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="part"):
+class FilePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="part"):
     data: bytes
 
 
@@ -111,13 +111,13 @@ class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="writ
     pass
 
 
-class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="failed"):
+class RequestFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="failed"):
     code: Code
     message: str
 
 
 FileRequest = GetSettings | ListFiles | ReadPart | WritePart | SealFile
-FileReply = HostSettings | FileList | Part | Written | Failed
+FileReply = HostSettings | FileList | FilePart | Written | RequestFailed
 
 
 class _FromHost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -187,9 +187,9 @@ class HostsListener:
         try:
             reply = await self._answer(request)
         except StrataError as error:
-            reply = Failed(error.code, error.message)
+            reply = RequestFailed(error.code, error.message)
         except OSError as error:
-            reply = Failed(Code.UNAVAILABLE, str(error))
+            reply = RequestFailed(Code.UNAVAILABLE, str(error))
         self._send(peer, _ToHost(number, reply))
 
     def _send(self, peer: bytes, message: _ToHost) -> bool:
@@ -234,20 +234,20 @@ class HostLink:
         self._context.term()
 
 
-class FirstHost:
+class FirstHostClient:
     """Settings and files of the first host. Blocking, for one thread at a time."""
 
-    def __init__(self, endpoint: str, keys: ClientKeys, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, endpoint: str, keys: ClientKeys, timeout_s: float = TIMEOUT_S) -> None:
         self._context = zmq.Context()
         self._socket = _connected(self._context, endpoint, keys)
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._number = 0
 
     def request(self, request: FileRequest, kind: type[Reply]) -> Reply:
-        """UNAVAILABLE if the first host does not answer for as long as this has patience."""
+        """UNAVAILABLE if the first host does not answer in time."""
         self._number += 1
         data, started_s = _encode(_FromHost(self._number, request)), time.monotonic()
-        while time.monotonic() - started_s < self._patience_s:
+        while time.monotonic() - started_s < self._timeout_s:
             try:
                 self._socket.send(data, flags=zmq.NOBLOCK)
             except zmq.Again:
@@ -255,12 +255,12 @@ class FirstHost:
                 continue
             if (reply := self._receive()) is None:
                 continue
-            if isinstance(reply, Failed):
+            if isinstance(reply, RequestFailed):
                 raise StrataError(reply.code, f"the first host: {reply.message}")
             if not isinstance(reply, kind):
                 raise StrataError(Code.INTERNAL, f"the first host answered with {type(reply).__name__}")
             return reply
-        raise StrataError(Code.UNAVAILABLE, f"the first host has not answered for {self._patience_s:g} seconds")
+        raise StrataError(Code.UNAVAILABLE, f"the first host has not answered for {self._timeout_s:g} seconds")
 
     def _receive(self) -> FileReply | None:
         """The reply to the last request; None if there was none in time. Replies to earlier ones are dropped."""

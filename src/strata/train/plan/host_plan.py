@@ -36,7 +36,7 @@ class RankGeneration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     number: int
     first_rank: int
     ranks: int
-    """Of all hosts."""
+    """The ranks of all hosts."""
     address: str
     """Where the ranks meet, on the first host."""
     port: int
@@ -115,7 +115,7 @@ class HostPlan:
         self._current: _Current | None = None
         self._number = 0
         self._waiting_since_s: float | None = None
-        """Since when the first host waits for the others, before the first generation."""
+        """When the first host began to wait for the others, before the first generation."""
         self._grow_since_s: float | None = None
         self._over_s = 0.0
         """When the last generation ended."""

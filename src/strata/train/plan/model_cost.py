@@ -18,7 +18,7 @@ from strata.train.peft.layers import kind_of
 from strata.train.plan.memory_plan import MemoryRecipe, MeshShape, ModelCost, cache_numbers, plan_device
 from strata.train.plan.model_files import HEAD, ModelFiles
 from strata.train.plan.quantisation import can_be_quantised, saved_bytes
-from strata.train.settings import ServerSettings
+from strata.train.settings import ServerSettings, count_ranks
 
 DeviceKind = Literal["cuda", "cpu"]
 _LAYER: Final = re.compile(r".*?\.\d+\.")
@@ -47,7 +47,7 @@ def estimate(settings: ServerSettings, model: ModelFiles, device: DeviceKind = "
     """Estimates the memory to start: without a LoRA model, a sample or a second pass before a step. The activations of
     a row come on top."""
     recipe = memory_recipe(settings, device)
-    mesh = mesh_shape(settings.parallel, settings.all_ranks)
+    mesh = mesh_shape(settings.parallel, count_ranks(settings))
     cost = largest_stage_cost(model, recipe, settings.parallel, mesh)
     least = msgspec.structs.replace(recipe, slots=0, cached_tokens=0, accumulates=False)
     # What may work is not refused.

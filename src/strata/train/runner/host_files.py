@@ -14,7 +14,7 @@ from typing import Final, Protocol, cast, get_args
 from strata.base.errors import Code, StrataError
 from strata.train.checkpoints.checkpoint import digest_files
 from strata.train.link.host_files import fetch_files, list_files, send_file
-from strata.train.link.hosts import FirstHost, Folder, Root
+from strata.train.link.hosts import FirstHostClient, Folder, Root
 from strata.train.link.keys import ClientKeys
 from strata.train.plan.host_plan import RankGeneration
 
@@ -88,7 +88,7 @@ class JoinedFiles:
         target = self.fetched(folder)
         # What an earlier group left may have the sizes of these files, and other bytes.
         shutil.rmtree(target, ignore_errors=True)
-        first = FirstHost(self._endpoint, self._keys)
+        first = FirstHostClient(self._endpoint, self._keys)
         try:
             named = self._named(folder)
             fetch_files(first, named, list_files(first, named), target)
@@ -97,7 +97,7 @@ class JoinedFiles:
 
     def send(self, folder: Path, files: Iterable[Path]) -> None:
         number, run = self._generation.number, self._generation.run
-        first = FirstHost(self._endpoint, self._keys)
+        first = FirstHostClient(self._endpoint, self._keys)
         try:
             for file in files:
                 expected = digest_files([file])[file.name]

@@ -118,10 +118,10 @@ def run_generations(
     orders, size = Orders(sys.stdin.fileno()), settings.by_device.nproc
     port = meeting.getsockname()[1] if meeting is not None else 0
 
-    def tell(event: str) -> None:
+    def notify(event: str) -> None:
         os.write(events, f"{event}\n".encode())
 
-    tell(f"prepared {port}")
+    notify(f"prepared {port}")
     while (generation := orders.next()) is not None:
         for folder in (settings.data / FETCHED, settings.data / OUTGOING):
             shutil.rmtree(folder, ignore_errors=True)
@@ -134,9 +134,9 @@ def run_generations(
             on_mesh = msgspec.structs.replace(settings, parallel=of.parallel)
             return run_rank(on_mesh, notify_ready, HostRank(lambda: _store(of, rank, meeting), files))
 
-        tell(f"running {generation.number}")
+        notify(f"running {generation.number}")
         end = run_group(run, size, orders=orders)
-        tell(f"ended {generation.number} {end.status}")
+        notify(f"ended {generation.number} {end.status}")
     return 0
 
 
