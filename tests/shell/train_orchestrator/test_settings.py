@@ -11,9 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
+from click.testing import CliRunner
 
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
+from strata.cli.serve.commands import serve
 from strata.train.launch.launcher import Launcher, api_server_command, orchestrator_command, rank_command
 from strata.train.launch.preflight import (
     check_features,
@@ -307,6 +309,42 @@ def test_several_api_servers_on_one_unix_socket_are_refused_before_the_ranks_sta
 def test_a_model_that_is_not_there_is_refused_before_the_ranks_start(tmp_path: Path, path: str) -> None:
     error = refusal(tmp_path, f'[model]\npath = "{path}"\n[server]\nport = 0\ndata = "{tmp_path / "data"}"\n')
     assert (error.code, error.message) == (Code.INVALID, f"there is no model in {path}")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "why"),
+    [
+        ("count = 2", "hosts.count is 2, and hosts.listen says nothing"),
+        ('listen = "first:5600"', "not IP:PORT with an IPv4 address"),
+        ('listen = "192.0.2.7:5600"', "no interface of this host has the address 192.0.2.7"),
+        ('listen = "127.0.0.1:5600"\n[ranks]\nmode = "connect"', "for ranks that the server starts"),
+    ],
+)
+def test_hosts_that_could_not_join_are_refused_before_the_ranks_start(tmp_path: Path, hosts: str, why: str) -> None:
+    settings = load_settings(written(tmp_path, f"{model_in(tmp_path)}[hosts]\n{hosts}\n"), environ={})
+    with pytest.raises(StrataError, match=why) as refused:
+        Launcher(on_cpus(settings), tmp_path / "strata.toml", {}, SystemClock())
+    assert refused.value.code is Code.INVALID
+
+
+def test_the_mesh_is_that_of_the_ranks_of_all_hosts(tmp_path: Path) -> None:
+    text = f'{model_in(tmp_path)}[ranks]\nnproc = 2\n[hosts]\nlisten = "127.0.0.1:5600"\ncount = 3\n'
+    check_mesh(load_settings(written(tmp_path, f"{text}[parallel]\nshard = 6\n"), environ={}))
+    with pytest.raises(StrataError, match=r"parallel.shard 4 is 4, and there are 6 ranks"):
+        check_mesh(load_settings(written(tmp_path, f"{text}[parallel]\nshard = 4\n"), environ={}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--join", "10.0.0.1:5600"], "--join needs --invite"),
+        (["train.toml", "--join", "10.0.0.1:5600"], "CONFIG does not go with --join"),
+        (["--data", "elsewhere"], "name a settings file or a model, or --join a server"),
+    ],
+)
+def test_a_host_joins_by_an_address_and_an_invite_alone(arguments: list[str], why: str) -> None:
+    said = CliRunner().invoke(serve, arguments)
+    assert (said.exit_code, why in said.output) == (2, True), said.output
 
 
 def test_a_section_with_a_spelling_mistake_is_refused_once(tmp_path: Path) -> None:

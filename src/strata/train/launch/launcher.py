@@ -120,6 +120,7 @@ class Launcher:
         self._address = ""
         self._file = file
         self._environment = environment
+        check_hosts(settings)
         self._ranks: SupervisedProcess | FirstHost | None = None
         if settings.ranks.mode == "auto":
             command = rank_command(resolution, file, environment)
@@ -172,7 +173,6 @@ class Launcher:
             raise StrataError(Code.INVALID, 'server.listen = "unix" has one socket: set server.api_servers to 1')
         # An invalid address is reported here, once, and not by each process that would listen there.
         _log.debug("link_addresses", requests=settings.requests, outputs=settings.outputs)
-        check_hosts(settings)
         over_tcp = settings.server.transport == "tcp" or settings.rank0.startswith(("tcp:", "file:"))
         if settings.ranks.mode == "auto":
             check_mesh(settings)
