@@ -24,6 +24,7 @@ from strata.base import log
 from strata.base.errors import StrataError
 from strata.train.core import commands
 from strata.train.core.device_turns import may_sleep
+from strata.train.core.facts import DeviceTurnRequested
 from strata.train.core.inputs import RequestTurn, TakeTurn
 from strata.train.core.state import DeviceSide, DeviceTurn
 from strata.train.device_permit import DevicePermit, write_permit
@@ -57,7 +58,10 @@ class DeviceTurns:
 
     async def run_once(self) -> None:
         store = self._store
-        await store.commit(RequestTurn(store.clock.wall_s(), self._starting()))
+        decision = await store.commit(RequestTurn(store.clock.wall_s(), self._starting()))
+        for fact in decision.facts:
+            if isinstance(fact, DeviceTurnRequested):
+                _log.info("device_turn_requested", number=fact.number, side=fact.side, reason=fact.reason)
         turn = store.state.current_turn
         if turn is None:
             return
