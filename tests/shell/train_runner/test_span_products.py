@@ -209,5 +209,6 @@ def test_spans_on_a_processor_are_a_batch_while_it_moves_less_than_a_loop_costs(
     assert chosen(4096) is BatchedProducts
     assert chosen(32, uneven=True) is BatchedProducts
     assert chosen(4096, uneven=True) is LoopedProducts
+    assert chosen(1, uneven=True) is LoopedProducts
     assert chosen(32, rank=512) is LoopedProducts
     assert chosen(32, torch.bfloat16) is LoopedProducts

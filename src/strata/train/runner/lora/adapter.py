@@ -346,7 +346,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def _views(shapes: Mapping[str, tuple[int, ...]], flat: torch.Tensor) -> dict[str, torch.Tensor]:
     sizes = [math.prod(shape) for shape in shapes.values()]
     # One operation for all: a pass makes views of all gradients of all of its adapters.
-    parts = flat[: sum(sizes)].split(sizes)
+    parts = torch.split(flat[: sum(sizes)], sizes)
     return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 

@@ -350,8 +350,8 @@ class BatchedProducts:
         self._batches: dict[Key, _Batch] = {}
 
     def add(self, output: torch.Tensor, inputs: torch.Tensor, spans: AdaptedSpans) -> list[torch.Tensor]:
-        pairs, batch = self._batch(spans, inputs)
-        a, b = batch.stacking.stack(pairs, inputs.dtype)
+        batch = self._batch(spans, inputs)
+        a, b = batch.stacking.stack(spans.pairs, inputs.dtype)
         inner = torch.bmm(batch.take(inputs), a.mT).mul_(batch.scales)
         if batch.tokens is None:
             output.view(batch.count, -1, output.shape[-1]).baddbmm_(inner, b.mT)
@@ -363,29 +363,23 @@ class BatchedProducts:
         self, grad: torch.Tensor, inputs: torch.Tensor, inners: Sequence[torch.Tensor], spans: AdaptedSpans
     ) -> torch.Tensor:
         (inner,) = inners
-        pairs, batch = self._batch(spans, inputs)
-        a, b = batch.stacking.stack(pairs, grad.dtype)
+        batch = self._batch(spans, inputs)
+        a, b = batch.stacking.stack(spans.pairs, grad.dtype)
         grad = batch.take(grad)
         if batch.is_own is not None:
             grad.mul_(batch.is_own)
         grad_inner = torch.bmm(grad, b).mul_(batch.scales)
-        _accumulate_groups(pairs, torch.bmm(grad_inner.mT, batch.take(inputs)), torch.bmm(grad.mT, inner))
+        _accumulate_groups(spans.pairs, torch.bmm(grad_inner.mT, batch.take(inputs)), torch.bmm(grad.mT, inner))
         return batch.put(torch.bmm(grad_inner, a))
 
-    def _batch(self, spans: AdaptedSpans, inputs: torch.Tensor) -> tuple[Sequence[Pair | None], _Batch]:
-        pairs, lengths, scales, ranks = spans.pairs, spans.lengths, spans.scales, spans.ranks
-        if not all(lengths):
-            # A span without tokens has none of its own to be padded with.
-            kept = [number for number, length in enumerate(lengths) if length]
-            pairs, lengths, scales, ranks = (
-                [part[number] for number in kept] for part in (pairs, lengths, scales, ranks)
-            )
-        key = inputs.dtype, *lengths, *scales, *ranks
-        return pairs, keep(self._batches, key, lambda: _make_batch(lengths, scales, ranks, inputs))
+    def _batch(self, spans: AdaptedSpans, inputs: torch.Tensor) -> _Batch:
+        key = inputs.dtype, *spans.lengths, *spans.scales, *spans.ranks
+        return keep(self._batches, key, lambda: _make_batch(spans, inputs))
 
 
-def _make_batch(lengths: Sequence[int], scales: Sequence[float], ranks: Sequence[int], inputs: torch.Tensor) -> _Batch:
-    stacking = _make_stacking(ranks, inputs)
+def _make_batch(spans: AdaptedSpans, inputs: torch.Tensor) -> _Batch:
+    lengths, scales = spans.lengths, spans.scales
+    stacking = _make_stacking(spans.ranks, inputs)
     of_spans: float | torch.Tensor = scales[0]
     if len(set(scales)) > 1:
         of_spans = torch.tensor(scales, dtype=inputs.dtype).view(-1, 1, 1)
@@ -428,8 +422,11 @@ def _are_short(spans: AdaptedSpans, width: int) -> bool:
     """Says whether a batch of spans is faster than a loop. It copies the matrices of each span and adds gradients to
     theirs, and moves tokens unless spans are equally long."""
     longest, rank = max(spans.lengths), max(spans.ranks)
+    if not all(spans.lengths):
+        # A span without tokens has none of its own to be padded with.
+        return False
     moved = 5 * rank * width
-    if any(0 < length < longest for length in spans.lengths):
+    if any(length < longest for length in spans.lengths):
         moved += 4 * longest * width
     return moved <= SPAN_NUMBERS
 
