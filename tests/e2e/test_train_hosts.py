@@ -92,9 +92,7 @@ def content(file: Path) -> Any:
     if file.suffix != ".safetensors":
         return data
     end = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:end])
-    assert header["__metadata__"]
-    return header, data[end:]
+    return json.loads(data[8:end]), data[end:]
 
 
 class Client:

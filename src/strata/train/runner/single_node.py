@@ -123,7 +123,8 @@ def run_generations(
 
     notify(f"prepared {port}")
     while (generation := orders.next()) is not None:
-        for folder in (settings.data / FETCHED, settings.data / OUTGOING):
+        # What ranks that were killed left. The first host has other files under such names.
+        for folder in (settings.data / FETCHED, settings.data / OUTGOING) if keys is not None else ():
             shutil.rmtree(folder, ignore_errors=True)
 
         def run(local_rank: int, notify_ready: Callable[[], object], of: RankGeneration = generation) -> int:
