@@ -39,9 +39,7 @@ LENGTHS: Final = (41, 2, 23, 3, 60, 7)
 ADAM: Final = AdamParams(learning_rate=3e-3, eps=1e-3, weight_decay=0.01, grad_clip_norm=1.0)
 """The epsilon is not small beside gradients: a step does not enlarge differences of those that are nearly 0."""
 LORA: Final = LoraConfig(rank=4, alpha=8.0)
-WITHOUT_MLP: Final = frozenset(
-    {"deepseek_v3", "deepseek_v32", "jamba", "kimi_linear", "nemotron_h", "qwen3_5_moe_text", "qwen3_next"}
-)
+WITHOUT_MLP: Final = frozenset({"deepseek_v3", "jamba", "nemotron_h"})
 """PEFT cannot load an adapter of their experts beside one of their other layers; those of nemotron_h have no gate."""
 
 

@@ -69,7 +69,7 @@ def load_lm(path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """What reads the files of a model. Of some families that take images there is no class of the text model alone."""
+    """Returns the class that reads a model: of some families that take images there is none of the text alone."""
     kind = type(config)
     with_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForImageTextToText if with_images else AutoModelForCausalLM
