@@ -37,7 +37,7 @@ def count_deep_families() -> int:
 
 def test_the_families_that_are_compared_in_depth_are_counted() -> None:
     counts = (
-        *find(r"gradients and sampling were compared with PEFT and `generate` for (\d+)\.", "README.md"),
+        *find(r"gradients and sampling were compared with PEFT and `generate` for (\d+), of", "README.md"),
         *find(r"gradients and the sampler were compared with PEFT and `generate` for (\d+) of", "docs/families.md"),
     )
     assert counts == (str(count_deep_families()),) * 2
