@@ -145,6 +145,41 @@ def test_the_gradient_of_a_batch_is_that_of_the_formula(loss: LossName, config: 
             assert gradient[place] == pytest.approx(slope, rel=1e-4, abs=1e-5)
 
 
+BIAS: Final = [
+    ({"clip_low_threshold": 1.0, "clip_high_threshold": 1.0}, 1.2),
+    ({"clip_high_threshold": 2.0}, 0.33),
+    ({"clip_high_threshold": 8.0}, 0.045),
+    ({"clip_low_threshold": 1 / 8, "clip_high_threshold": 8.0, "mask_outliers": 1.0}, 0.22),
+]
+"""How far the expected gradient of a noisy sampler may be from that of an exact one, beside its length."""
+
+
+@pytest.mark.parametrize(("config", "most"), BIAS, ids=["none", "truncate 2", "truncate 8", "mask 8"])
+def test_importance_weights_correct_the_expected_gradient_of_a_noisy_sampler(
+    config: Mapping[str, float], most: float
+) -> None:
+    """Each token of the vocabulary is there as often as the sampler draws it: the mean over all answers."""
+    draw = np.random.default_rng(0)
+    logits = draw.normal(size=(40, VOCABULARY))
+    noisy = logits + draw.normal(size=logits.shape)
+    own, sampled = (each - np.log(np.exp(each).sum(-1, keepdims=True)) for each in (logits, noisy))
+    advantages = draw.normal(size=logits.shape)
+    inputs = [
+        {
+            "target_tokens": np.arange(VOCABULARY, dtype="<i8"),
+            "weights": np.exp(log_q).astype("<f4"),
+            "logprobs": log_q.astype("<f4"),
+            "advantages": gain.astype("<f4"),
+        }
+        for log_q, gain in zip(sampled, advantages, strict=True)
+    ]
+    documents = [document(number, LossName.CISPO, config, each) for number, each in enumerate(inputs)]
+    _, gradients = compute(pack_row(documents, CPU), [each.astype(np.float32) for each in own])
+    exact = -np.exp(own) * advantages
+    bias = np.linalg.norm(np.stack(gradients) - exact) / np.linalg.norm(exact)
+    assert 0.9 * most < bias <= most
+
+
 def test_a_switch_of_a_loss_is_0_or_1() -> None:
     check_config(LossName.CISPO, {"mask_outliers": 1.0, "sequence_level": 0.0})
     with pytest.raises(StrataError, match=r"mask_outliers is 0\.5 where the loss cispo takes 0 or 1"):
