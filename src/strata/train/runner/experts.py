@@ -43,7 +43,7 @@ class ExpertPairs:
     ends: torch.Tensor
     """The place after the last pair of each of these experts."""
     adapted: AdaptedPairs | None
-    """By adapter; None if no adapter has the experts."""
+    """The pairs by adapter; None if no adapter has the experts."""
 
 
 ExpertFunction = Callable[[torch.Tensor, ExpertPairs], torch.Tensor]
