@@ -249,16 +249,7 @@ TRAINING: Final = (
         "merge",
         "tests/e2e/test_train_hosts.py",
         "network namespaces of one machine, gloo; never on separate machines",
-        ("hosts.listen",),
-    ),
-    SupportRow(
-        "ranks that torchrun starts",
-        "experimental",
-        "experimental",
-        "merge",
-        "tests/e2e/test_train_connect.py",
-        "network namespaces of one machine, gloo; never on separate machines",
-        ("ranks.mode",),
+        ("hosts.listen", "ranks.mode"),
     ),
 )
 SHARED: Final = (
