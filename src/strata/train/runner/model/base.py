@@ -171,10 +171,12 @@ class BaseModel:
 
     def _use_fused_kernels(self, row: PackedRow, ranks: RankGroup) -> None:
         """Each is compared with the plain path on all ranks before the next."""
-        kernels, first = kernels_of(self.settings, self.lm), blocks_of(self.lm)[0]
-        plain = compute_row(self.logprobs, row, self.lm, first) if kernels else None
+        kernels = kernels_of(self.settings, self.lm)
+        if not kernels:
+            return
+        first = blocks_of(self.lm)[0]
+        plain = compute_row(self.logprobs, row, self.lm, first)
         for kernel in kernels:
-            assert plain is not None
             with kernel_errors(kernel):
                 kernel.use()
                 fused = compute_row(self.logprobs, row, self.lm, first)
