@@ -279,3 +279,20 @@ def test_ranks_that_a_client_put_to_sleep_pass_the_devices_as_others_do() -> Non
     server.take()
     assert server.run_all()
     assert not server.state.asleep
+
+
+def test_samples_that_are_paused_since_a_client_put_the_ranks_to_sleep_hold_up_no_turn_and_are_not_computed() -> None:
+    server = SharedDevices(max_running=1)
+    sampler = server.weights()
+    sample = server.sample(sampler, 1, temperature=0.5)
+    computed = server.dispatch()
+    assert computed is not None
+    server.ask(CompleteSlice(computed.number, (), 1, server.now_s))
+    server.accept(ops.Sleep())
+    asleep = server.dispatch()
+    assert asleep is not None
+    server.answer(asleep, [ops.Asleep(0)])
+    server.request(IDLE_S)
+    assert list(server.state.sampling) == [sample]
+    assert server.dispatch() is None
+    assert server.take().facts

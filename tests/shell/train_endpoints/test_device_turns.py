@@ -18,10 +18,16 @@ import pytest_asyncio
 
 from soak.train.server import ServeOptions, ServeProcess, make_model, serving, until
 from strata.sdk.train import TrainingServer
+from strata.train.core import ops
 from strata.train.core.facts import DeviceTurnRequested, DeviceTurnTaken
+from strata.train.endpoints.publisher import Publisher
+from strata.train.settings import load_settings
 from tests.shell.train_endpoints.fake_engines import engine_settings
 from tests.shell.train_endpoints.test_engine_supervision import draw, engines
+from tests.shell.train_orchestrator.leaders import leading
 from tests.support.fake_vllm import make_fake_package
+from tests.support.manual_clock import ManualClock
+from tests.support.memory_journal import MemoryJournal
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
 RANKS: Final = {"ranks_may_start": "awake", "devices_taken": "awake", "devices_yielded": "asleep"}
@@ -141,3 +147,28 @@ async def check_journal(server: ServeProcess) -> None:
     assert [each.number for each in facts] == [number // 2 + 1 for number in range(len(facts))]
     assert [each.side for each in taken] == [("engines", "ranks")[number % 2] for number in range(len(taken))]
     assert [bool(each.group) for each in taken] == [each.side == "engines" for each in taken]
+
+
+async def test_only_tasks_of_the_engines_that_share_devices_hold_up_a_turn(tmp_path: Path) -> None:
+    clock = ManualClock()
+    store = await leading(MemoryJournal(clock), clock)
+    file = tmp_path / "server.toml"
+    engine = '[inference]\nengine = "vllm"\nshare_devices = "turns"\n'
+    file.write_text(f'[server]\ndata = "{tmp_path}"\n[model]\npath = "tiny"\n{engine}', encoding="utf-8")
+
+    async def keep(result: ops.Result) -> ops.Result:
+        return result
+
+    over = asyncio.Event()
+
+    async def work() -> None:
+        await over.wait()
+
+    publisher = Publisher(load_settings(file, environ={}), store, keep)
+    publisher._start_task("sample elsewhere", work, frozenset({"elsewhere"}))
+    idle = [publisher.is_idle]
+    publisher._start_task("sample here", work, frozenset({"engine-0"}))
+    idle.append(publisher.is_idle)
+    over.set()
+    await clock.advance(0.0)
+    assert [*idle, publisher.is_idle] == [True, False, True]

@@ -96,7 +96,8 @@ def _routed(state: TrainState) -> bool:
 
 
 def _runs_samples(state: TrainState) -> bool:
-    return bool(state.sampling or state.cancelled_samples)
+    """Samples of ranks that a client put to sleep are paused, and go on when it wakes them."""
+    return not state.asleep and bool(state.sampling or state.cancelled_samples)
 
 
 # Facts

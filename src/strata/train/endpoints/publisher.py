@@ -81,6 +81,8 @@ class Publisher:
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """Locks by endpoint: versions are pushed to it one after the other, in the order in which they were saved."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._uses: dict[str, frozenset[str]] = {}
+        """The endpoints that each of them uses."""
         self._down: set[str] = set()
         """Engines of the server that failed and have not replied since: no sample is routed to them."""
         shared = settings.inference.engines if settings.inference.takes_turns else ()
@@ -111,7 +113,11 @@ class Publisher:
         closed = self.shared.asleep.union(() if state.may_begin("engines") else state.rules.engines)
         for path, push in list(state.pushes.items()):
             if not closed.intersection(push.endpoints):
-                self._start_task(f"push {path}", lambda push=push: self._push(push))  # type: ignore[misc]
+                self._start_task(
+                    f"push {path}",
+                    lambda push=push: self._push(push),  # type: ignore[misc]
+                    frozenset(push.endpoints),
+                )
         # Routing need not be durable: a sample whose route is lost is routed again.
         route = RouteSamples(self._settings.inference.max_samples, self.shared.asleep.union(self._down))
         while state.rules.route and state.waiting and self._store.submit_nowait(route)[0].facts:
@@ -124,6 +130,7 @@ class Publisher:
                 lambda future_id=future_id, endpoint=endpoint, sample=sample: self._sample(  # type: ignore[misc]
                     future_id, endpoint, sample
                 ),
+                frozenset({endpoint}),
             )
         for name, task in self._tasks.items():
             if name.startswith("sample ") and name.removeprefix("sample ") not in state.routed:
@@ -149,9 +156,10 @@ class Publisher:
             _, engine = self._engines.pop(name)
             await engine.close()
 
-    def _start_task(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+    def _start_task(self, name: str, work: Callable[[], Awaitable[None]], uses: frozenset[str] = frozenset()) -> None:
         if name in self._tasks:
             return
+        self._uses[name] = uses
 
         async def run() -> None:
             await work()
@@ -161,6 +169,7 @@ class Publisher:
 
     def _on_task_done(self, name: str, task: asyncio.Task[None]) -> None:
         self._tasks.pop(name, None)
+        self._uses.pop(name, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("publish_task_failed", task=name, reason=repr(error))
             self._start_task("retry", self._retry)
@@ -316,8 +325,9 @@ class Publisher:
 
     @property
     def is_idle(self) -> bool:
-        """Says whether no task uses an engine. None begins while engines leave devices that they share."""
-        return not any(name.startswith(("push ", "sample ")) for name in self._tasks)
+        """Says whether no task uses an engine of the server. None begins while they leave devices that they share."""
+        engines = self._settings.inference.engines
+        return all(uses.isdisjoint(engines) for uses in self._uses.values())
 
     # Status
 

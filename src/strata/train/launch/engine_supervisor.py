@@ -295,7 +295,8 @@ class EngineSupervisor:
         try:
             write_json(self._settings.engine_report(self.name), self._reported)
         except OSError as error:
-            # The status is then behind; the engine need not die for it.
+            # The status is behind until the next probe writes it; the engine need not die for it.
+            self._reported = None
             _log.warning("engine_report_not_written", engine=self.name, reason=str(error))
 
 

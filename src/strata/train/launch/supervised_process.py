@@ -87,6 +87,8 @@ class SupervisedProcess:
         while not self._stop.is_set():
             if self._wait_to_start is not None:
                 await self._wait_to_start()
+                if self._stop.is_set():
+                    return
             started_s = self._clock.monotonic_s()
             code = await self.run_once()
             if self._stop.is_set():

@@ -333,13 +333,17 @@ class RankSession:
         is. Ranks that a client put to sleep stay so."""
         context, state = self._context, self._context.store.state
         turn = state.current_turn
-        if turn is None or turn.number == self._woken or state.asleep:
+        if turn is None or state.asleep:
+            return
+        # A request of the next turn has counted up, and this turn is still theirs.
+        taken = turn.number - turn.leaving
+        if taken == self._woken:
             return
         assert turn.side == "ranks", "nothing is dispatched while engines have the devices"
         reply = await context.backend.request(commands.TakeDevices(), context.settings.limits.operation_timeout_s)
         if reply.failure:
             raise StrataError(Code.UNAVAILABLE, f"the ranks cannot take their devices: {reply.failure}")
-        self._woken = turn.number
+        self._woken = taken
 
     async def _build_work(self, dispatch: Dispatch, operations: Sequence[ops.Operation]) -> commands.Work:
         context = self._context

@@ -163,7 +163,7 @@ class Adapters:
         numbers = [places[span.adapter] for span in spans]
         some = next((adapter.scale for adapter in adapters if adapter is not None), 1.0)
         scales = [some if adapter is None else adapter.scale for adapter in adapters]
-        key = device, *numbers, *(span.length for span in spans), *scales
+        key = device, tuple(numbers), tuple(span.length for span in spans), tuple(scales)
         moved = keep(self._numbers, key, lambda: _move_numbers(spans, numbers, scales, device))
         return NumberedTokens(adapters, moved[0], moved[1] if len(set(scales)) > 1 else some)
 

@@ -331,9 +331,13 @@ def move_buffers(lm: PreTrainedModel, device: torch.device) -> None:
 def load_base(settings: RunnerSettings, ranks: RankGroup) -> BaseModel:
     """Load and verify the base. In bfloat16, rounding hides small errors: if the model is small enough, the start-up
     check runs first in float32, on a copy that is then freed. It could also hide what a document does to its neighbour
-    in a large model, so families that are known for it are not packed."""
+    in a large model: families that are known for it, or were not compared, are not packed then."""
     folder = find_folder(settings.model)
-    rows: Rows = "packed" if folder is None else support_of(family_of(folder)).rows
+    rows = ROWS[0]
+    if folder is not None:
+        family = support_of(family_of(folder))
+        packs = settings.dtype != "bfloat16" or family.result == "equal"
+        rows = family.rows if packs else max(family.rows, ROWS[1], key=ROWS.index)
     if settings.dtype == "bfloat16" and _affordable_in_float32(settings, ranks):
         # There is no fused attention in float32.
         precise = msgspec.structs.replace(settings, dtype="float32", attention="")
