@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.lora.hooks import Span
 from strata.train.runner.lora.targets import require_targets, targets_of
 from strata.train.runner.model.attention import describe_mask, terms_of
-from strata.train.runner.model.base import BaseModel, load_base
+from strata.train.runner.model.base import BaseModel, first_rows, load_base
 from strata.train.runner.model.trained import WEIGHTS
 from strata.train.runner.passes.logprobs import PackedRow
 from strata.train.runner.settings import RunnerSettings
@@ -277,6 +277,21 @@ def test_what_bfloat16_would_hide_is_found_in_float32(ranks: RankGroup, tmp_path
         warnings.simplefilter("ignore")
         assert rows_of("qwen3_next") == "one document"
         assert rows_of("gpt_oss") == "packed"
+
+
+@pytest.mark.parametrize(
+    ("family", "precise", "rounded"),
+    [("llama", "packed", "packed"), ("zamba2", "packed", "one document"), ("bamba", "one document", "one document")],
+)
+def test_a_family_that_was_not_compared_is_not_packed_by_a_check_in_bfloat16(
+    tmp_path: Path, family: str, precise: str, rounded: str
+) -> None:
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{family}"}}', encoding="utf-8")
+
+    def rows_in(dtype: Literal["float32", "bfloat16"]) -> str:
+        return first_rows(RunnerSettings(model=str(tmp_path), dtype=dtype, sleep_folder=tmp_path / "asleep"))
+
+    assert (rows_in("float32"), rows_in("bfloat16")) == (precise, rounded)
 
 
 @pytest.mark.filterwarnings("ignore")

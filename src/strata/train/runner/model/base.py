@@ -332,12 +332,7 @@ def load_base(settings: RunnerSettings, ranks: RankGroup) -> BaseModel:
     """Load and verify the base. In bfloat16, rounding hides small errors: if the model is small enough, the start-up
     check runs first in float32, on a copy that is then freed. It could also hide what a document does to its neighbour
     in a large model: families that are known for it, or were not compared, are not packed then."""
-    folder = find_folder(settings.model)
-    rows = ROWS[0]
-    if folder is not None:
-        family = support_of(family_of(folder))
-        packs = settings.dtype != "bfloat16" or family.result == "equal"
-        rows = family.rows if packs else max(family.rows, ROWS[1], key=ROWS.index)
+    rows = first_rows(settings)
     if settings.dtype == "bfloat16" and _affordable_in_float32(settings, ranks):
         # There is no fused attention in float32.
         precise = msgspec.structs.replace(settings, dtype="float32", attention="")
@@ -347,6 +342,15 @@ def load_base(settings: RunnerSettings, ranks: RankGroup) -> BaseModel:
     if base.rows != "packed" and ranks.is_rank0:
         _log.info("one_document_per_row", family=base.arch, rows=base.rows)
     return base
+
+
+def first_rows(settings: RunnerSettings) -> Rows:
+    """Returns the fastest form of rows that the start-up check may find."""
+    if (folder := find_folder(settings.model)) is None:
+        return ROWS[0]
+    family = support_of(family_of(folder))
+    packs = settings.dtype != "bfloat16" or family.result == "equal"
+    return family.rows if packs else max(family.rows, ROWS[1], key=ROWS.index)
 
 
 def _affordable_in_float32(settings: RunnerSettings, ranks: RankGroup) -> bool:
