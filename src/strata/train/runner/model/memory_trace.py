@@ -49,7 +49,6 @@ from strata.train.runner.lora.adapter import Adapter, AdapterPlacement, LoraPart
 from strata.train.runner.lora.hooks import Span
 from strata.train.runner.lora.targets import LoraTarget, is_experts, targets_of
 from strata.train.runner.mesh import blocks_of, make_mesh
-from strata.train.runner.model.attention import ATTENTION
 from strata.train.runner.model.attention_kernels import Documents
 from strata.train.runner.model.base import DTYPES, checkpoint_layers
 from strata.train.runner.model.expert_parallel import DispatchSizes, ExpertParallel
@@ -282,7 +281,7 @@ def trace_pass(
         with FakeTensorMode(allow_non_fake_inputs=True):
             lm.to_empty(device=CPU)
             lm.tie_weights()
-            lm.set_attn_implementation(ATTENTION)
+            packed.use_attention(own=False)
             fake.group_experts(lm, packed.adapters)
             adapter = None
             if not recipe.full:

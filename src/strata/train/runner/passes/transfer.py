@@ -38,12 +38,13 @@ class HostBuffer:
         """All of them, in order, on the device: views of one tensor."""
         sizes = [sum(part.size for part in parts) * dtype.itemsize for parts, dtype, _ in self._fields]
         starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
-        buffer = _host_bytes(starts[-1], device)
-        host = buffer.numpy()
+        pinned = pinned_bytes(starts[-1]) if _pins(device) else None
+        # Tensors that a memory plan traces have no content, and so no array that could be written to.
+        host = np.empty(starts[-1], np.uint8) if pinned is None else pinned.numpy()
         for (parts, dtype, _), start, size in zip(self._fields, starts, sizes, strict=False):
             if size:
                 np.concatenate([part.reshape(-1) for part in parts], out=host[start : start + size].view(dtype))
-        moved = buffer.to(device, non_blocking=True)
+        moved = (torch.from_numpy(host) if pinned is None else pinned).to(device, non_blocking=True)
         return [
             moved[start : start + size].view(_TORCH[dtype.name]).view(shape)
             for (_, dtype, shape), start, size in zip(self._fields, starts, sizes, strict=False)
@@ -66,13 +67,6 @@ def wait_for_copies(device: torch.device) -> None:
     """Wait for all that was started on this device so far."""
     if _pins(device):
         torch.cuda.current_stream(device).synchronize()
-
-
-def _host_bytes(size: int, device: torch.device) -> torch.Tensor:
-    """Memory of the host, from which a copy to the device need not be waited for."""
-    if _pins(device):
-        return pinned_bytes(size)
-    return torch.from_numpy(np.empty(size, np.uint8))
 
 
 def _pins(device: torch.device) -> bool:
