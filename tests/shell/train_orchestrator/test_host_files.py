@@ -48,6 +48,7 @@ class Hosts(NamedTuple):
     endpoint: str
     keys: LinkKeys
     generation: list[int]
+    service: FileService
 
     async def ask(
         self, what: Callable[[FirstHostClient], T], keys: ClientKeys | None = None, timeout_s: float = 20.0
@@ -83,7 +84,7 @@ async def hosts(tmp_path: Path) -> AsyncIterator[Hosts]:
     keys = make_keys(tmp_path / "hosts.keys")
     listener = HostsListener("tcp://127.0.0.1:*", keys, _order, service.answer)
     running = asyncio.create_task(listener.run())
-    yield Hosts(first, listener.endpoint, keys, generation)
+    yield Hosts(first, listener.endpoint, keys, generation, service)
     running.cancel()
     await asyncio.wait([running])
     listener.close()
@@ -153,6 +154,16 @@ async def test_what_a_rank_sends_is_there_under_its_name_when_it_is_whole(hosts:
         await hosts.ask(lambda first: send_file(first, folder, file, expected, run="run", generation=7))
         assert [path.name for path in there.iterdir()] == [file.name]
         assert (there / file.name).read_bytes() == file.read_bytes()
+
+
+async def test_a_seal_that_is_asked_for_again_while_it_runs_has_the_same_outcome(hosts: Hosts, tmp_path: Path) -> None:
+    file = tmp_path / "rank-00002.safetensors"
+    file.write_bytes(b"0123456789" * 3_000_000)
+    folder, expected = Folder("snapshots", ".12.part"), digest_files([file])[file.name]
+    await hosts.service.answer(WritePart("run", 7, folder, file.name, 0, file.read_bytes()))
+    seal = SealFile("run", 7, folder, file.name, expected)
+    assert await asyncio.gather(*(hosts.service.answer(seal) for _ in range(4))) == [Written()] * 4
+    assert [path.name for path in (hosts.first / "snapshots" / ".12.part").iterdir()] == [file.name]
 
 
 async def test_ranks_of_another_generation_write_nothing(hosts: Hosts, tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ MAX_DEPTH: Final = 8
 """Folders below a root at most."""
 UNSEALED: Final = ".unsealed"
 """The suffix of a file that is being received."""
+SEALED_BYTES_PER_S: Final = 20e6
+"""How slowly the first host may read a file that it seals, and sync it."""
 _NAME: Final = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.@+=-]{0,254}")
 _WRITTEN: Final = re.compile(r"rank-[0-9]{5}\.(safetensors|json)|shard-[0-9]{5}-model-00001-of-00001\.safetensors")
 """What ranks write by themselves; rank 0, on the first host, writes everything else."""
@@ -58,6 +60,7 @@ class FileService:
         self._model = model
         """The model's files with their digests; UNAVAILABLE until they are known."""
         self._is_current = is_current
+        self._sealing: dict[SealFile, asyncio.Task[Written]] = {}
 
     async def answer(self, request: FileRequest) -> FileReply:
         match request:
@@ -74,7 +77,11 @@ class FileService:
                 return await asyncio.to_thread(self._write, request)
             case SealFile():
                 self._check_write(request)
-                return await asyncio.to_thread(self._seal, request)
+                # Sealing reads the whole file, and may take longer than a client waits before it asks again.
+                if (sealing := self._sealing.get(request)) is None:
+                    sealing = self._sealing[request] = asyncio.create_task(asyncio.to_thread(self._seal, request))
+                    sealing.add_done_callback(lambda _: self._sealing.pop(request))
+                return await asyncio.shield(sealing)
 
     def _list(self, folder: Folder) -> FileList:
         path = self._path(folder)
@@ -208,7 +215,8 @@ def send_file(
     with file.open("rb") as opened:
         for offset, data in _parts(iter(lambda: opened.read(PART_BYTES), b"")):
             first.request(WritePart(run, generation, folder, file.name, offset, data), Written)
-    first.request(SealFile(run, generation, folder, file.name, expected), Written)
+    seal = SealFile(run, generation, folder, file.name, expected)
+    first.request(seal, Written, at_least_s=expected.size / SEALED_BYTES_PER_S)
 
 
 def _parts(pieces: Iterable[bytes]) -> Iterable[tuple[int, bytes]]:

@@ -243,11 +243,12 @@ class FirstHostClient:
         self._timeout_s = timeout_s
         self._number = 0
 
-    def request(self, request: FileRequest, kind: type[Reply]) -> Reply:
-        """UNAVAILABLE if the first host does not answer in time."""
+    def request(self, request: FileRequest, kind: type[Reply], *, at_least_s: float = 0.0) -> Reply:
+        """UNAVAILABLE if the first host does not answer in time, which is longer for what takes it long."""
+        timeout_s = max(self._timeout_s, at_least_s)
         self._number += 1
         data, started_s = _encode(_FromHost(self._number, request)), time.monotonic()
-        while time.monotonic() - started_s < self._timeout_s:
+        while time.monotonic() - started_s < timeout_s:
             try:
                 self._socket.send(data, flags=zmq.NOBLOCK)
             except zmq.Again:
@@ -260,7 +261,7 @@ class FirstHostClient:
             if not isinstance(reply, kind):
                 raise StrataError(Code.INTERNAL, f"the first host answered with {type(reply).__name__}")
             return reply
-        raise StrataError(Code.UNAVAILABLE, f"the first host has not answered for {self._timeout_s:g} seconds")
+        raise StrataError(Code.UNAVAILABLE, f"the first host has not answered for {timeout_s:g} seconds")
 
     def _receive(self) -> FileReply | None:
         """The reply to the last request; None if there was none in time. Replies to earlier ones are dropped."""
