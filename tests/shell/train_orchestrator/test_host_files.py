@@ -80,7 +80,11 @@ async def hosts(tmp_path: Path) -> AsyncIterator[Hosts]:
     (first / "model" / "secret.txt").write_bytes(b"not of the model")
     model = digest_files([first / "model" / "config.json", first / "model" / "model.safetensors"])
     roots = {name: first / name for name in ("model", "snapshots", "checkpoints")}
-    service = FileService(SETTINGS, roots, lambda: model, lambda run, number: (run, number) == ("run", generation[0]))  # type: ignore[arg-type]
+
+    def is_current(run: str, number: int) -> bool:
+        return (run, number) == ("run", generation[0])
+
+    service = FileService(SETTINGS, roots, lambda: model, is_current, 1)  # type: ignore[arg-type]
     keys = make_keys(tmp_path / "hosts.keys")
     listener = HostsListener("tcp://127.0.0.1:*", keys, _order, service.answer)
     running = asyncio.create_task(listener.run())
@@ -188,6 +192,11 @@ async def test_ranks_of_another_generation_write_nothing(hosts: Hosts, tmp_path:
         (Folder("snapshots", ".12.part"), "../rank-00001.json"),
         (Folder("checkpoints", "run/weights/.trained@3.00.part"), "adapter_model.safetensors"),
         (Folder("model", ".12.part"), "rank-00001.json"),
+        (Folder("snapshots", "000000000012-group/.12.part"), "rank-00001.json"),
+        (Folder("checkpoints", "run/weights/trained@3/.12.part"), "shard-00002-model-00001-of-00001.safetensors"),
+        (Folder("checkpoints", "run/.12.part"), "shard-00002-model-00001-of-00001.safetensors"),
+        (Folder("snapshots", ".12.part"), "rank-00000.json"),
+        (Folder("checkpoints", "run/weights/.trained@3.00.part"), "shard-00001-model-00001-of-00001.safetensors"),
     ],
 )
 async def test_ranks_write_their_own_files_into_temporary_folders_alone(
@@ -195,6 +204,23 @@ async def test_ranks_write_their_own_files_into_temporary_folders_alone(
 ) -> None:
     code = await hosts.refused(lambda first: first.request(WritePart("run", 7, folder, file, 0, b"x"), Written))
     assert code is Code.FORBIDDEN
+
+
+async def test_a_folder_of_a_checkpoint_that_rank_0_has_not_made_is_not_made(hosts: Hosts) -> None:
+    folder, file = (
+        Folder("checkpoints", "run/weights/.trained@3.00.part"),
+        "shard-00002-model-00001-of-00001.safetensors",
+    )
+    write = WritePart("run", 7, folder, file, 0, b"x")
+    assert await hosts.refused(lambda first: first.request(write, Written)) is Code.UNAVAILABLE
+    (hosts.first / "checkpoints" / folder.name).mkdir(parents=True)
+    await hosts.ask(lambda first: first.request(write, Written))
+
+
+async def test_nothing_is_written_while_no_generation_runs(hosts: Hosts) -> None:
+    hosts.generation[0] = 0
+    write = WritePart("run", 0, Folder("snapshots", ".12.part"), "rank-00001.json", 0, b"x")
+    assert await hosts.refused(lambda first: first.request(write, Written)) is Code.STALE
 
 
 @pytest.mark.parametrize("name", ["..", "../first", "a/../../model", "/etc", ".", "a//b", "linked", "a\0b"])

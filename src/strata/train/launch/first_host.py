@@ -89,6 +89,7 @@ class FirstHost:
             roots,
             self._model_files,
             lambda run, generation: run == self._run and generation == self._plan.generation,
+            self._settings.by_device.nproc,
         )
         self._listener = HostsListener(f"tcp://{self._settings.hosts.listen}", keys, self._on_report, files.answer)
         tasks = [

@@ -13,7 +13,7 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from strata.base.atomic import sync_file, sync_folder
 from strata.base.errors import Code, StrataError
@@ -43,8 +43,22 @@ UNSEALED: Final = ".unsealed"
 SEALED_BYTES_PER_S: Final = 20e6
 """How slowly the first host may read a file that it seals, and sync it."""
 _NAME: Final = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.@+=-]{0,254}")
-_WRITTEN: Final = re.compile(r"rank-[0-9]{5}\.(safetensors|json)|shard-[0-9]{5}-model-00001-of-00001\.safetensors")
-"""What ranks write by themselves; rank 0, on the first host, writes everything else."""
+
+
+class _Written(NamedTuple):
+    """What ranks write by themselves below a root; rank 0, on the first host, writes everything else."""
+
+    depth: int
+    """How deep below the root the folder is: that of a checkpoint is in those of its run and its kind."""
+    file: re.Pattern[str]
+    rank0: int
+    """The number in the name of rank 0's file."""
+
+
+_WRITTEN: Final[Mapping[Root, _Written]] = {
+    "snapshots": _Written(1, re.compile(r"rank-([0-9]{5})\.(?:safetensors|json)"), 0),
+    "checkpoints": _Written(3, re.compile(r"shard-([0-9]{5})-model-00001-of-00001\.safetensors"), 1),
+}
 
 
 class FileService:
@@ -54,12 +68,15 @@ class FileService:
         roots: Mapping[Root, Path],
         model: Callable[[], Mapping[str, CheckpointFile]],
         is_current: Callable[[str, int], bool],
+        own_ranks: int,
     ) -> None:
         self._settings = settings
         self._roots = roots
         self._model = model
         """The model's files with their digests; UNAVAILABLE until they are known."""
         self._is_current = is_current
+        self._own_ranks = own_ranks
+        """Ranks of the first host, whose numbers come first: nobody else writes their files."""
         self._sealing: dict[SealFile, asyncio.Task[Written]] = {}
 
     async def answer(self, request: FileRequest) -> FileReply:
@@ -109,7 +126,9 @@ class FileService:
 
     def _write(self, request: WritePart) -> Written:
         path = self._path(request.folder)
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if request.folder.root == "snapshots":
+            # Rank 0 may make it later; it makes that of a checkpoint before others write.
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
         descriptor = os.open(path / f"{request.file}{UNSEALED}", flags, 0o600)
         try:
@@ -137,12 +156,19 @@ class FileService:
         return Written()
 
     def _check_write(self, request: WritePart | SealFile) -> None:
-        if not self._is_current(request.run, request.generation):
+        if request.generation < 1 or not self._is_current(request.run, request.generation):
             raise StrataError(Code.STALE, f"generation {request.generation} of the ranks is over")
-        name = request.folder.name.rpartition("/")[2]
+        folder, file = request.folder, request.file
+        name, written = self._path(folder).name, _WRITTEN.get(folder.root)
         temporary = name.startswith(".") and name.endswith(PART)
-        if request.folder.root == "model" or not temporary or _WRITTEN.fullmatch(request.file) is None:
-            raise StrataError(Code.FORBIDDEN, f"no rank writes {request.file!r} into {request.folder.name!r}")
+        found = written.file.fullmatch(file) if written is not None and temporary else None
+        if (
+            found is None
+            or written is None
+            or folder.name.count("/") != written.depth - 1
+            or int(found[1]) - written.rank0 < self._own_ranks
+        ):
+            raise StrataError(Code.FORBIDDEN, f"no rank of another host writes {file!r} into {folder.name!r}")
 
     def _path(self, folder: Folder) -> Path:
         root = self._roots[folder.root]
