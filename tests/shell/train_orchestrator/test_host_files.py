@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import pytest
 
+from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.train.checkpoints.checkpoint import CheckpointFile, digest_files
+from strata.train.launch.joined_host import JoinedHost
 from strata.train.link.host_files import (
     UNSEALED,
     FileService,
@@ -22,6 +25,8 @@ from strata.train.link.host_files import (
 from strata.train.link.hosts import (
     PART_BYTES,
     FilePart,
+    FileReply,
+    FileRequest,
     FirstHostClient,
     Folder,
     GetSettings,
@@ -105,7 +110,7 @@ async def test_a_model_is_fetched_with_its_digests_and_what_is_there_is_not_fetc
 
     def fetch(first: FirstHostClient) -> dict[str, CheckpointFile]:
         files = dict(list_files(first, MODEL))
-        remove_others(target, files)
+        remove_others(target, files, first.check_stop)
         fetch_files(first, MODEL, files, target)
         return files
 
@@ -263,3 +268,28 @@ async def test_an_invite_has_no_key_of_the_first_host_and_shows_none(hosts: Host
     (tmp_path / "hosts.invite").chmod(0o644)
     with pytest.raises(StrataError, match="can be read by group or others"):
         read_invite(tmp_path / "hosts.invite")
+
+
+async def test_a_host_that_leaves_while_it_prepares_ends_its_thread_soon(tmp_path: Path) -> None:
+    asked, executor = asyncio.Event(), ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(executor)
+
+    async def never(_: FileRequest) -> FileReply:
+        asked.set()
+        await asyncio.Event().wait()
+        return SETTINGS
+
+    keys = make_keys(tmp_path / "hosts.keys")
+    listener = HostsListener("tcp://127.0.0.1:*", keys, lambda _: HostOrder("run", None, 10.0), never)
+    listening = asyncio.create_task(listener.run())
+    address = listener.endpoint.removeprefix("tcp://")
+    host = JoinedHost(address, tmp_path / "invite", keys.of_clients, tmp_path, SystemClock(), print)
+    running = asyncio.create_task(host.run())
+    await asked.wait()
+    running.cancel()
+    await asyncio.wait([running])
+    # The only thread is free again.
+    executor.submit(lambda: None).result(timeout=1.0)
+    listening.cancel()
+    await asyncio.wait([listening])
+    listener.close()

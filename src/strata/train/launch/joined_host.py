@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import secrets
 import signal
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -148,7 +149,7 @@ class JoinedHost:
             backoff=Backoff(first_s=1.0, most_s=10.0), transient=frozenset({Code.UNAVAILABLE, Code.CORRUPT})
         )
         settings, folder = await retry(
-            lambda: asyncio.to_thread(self._prepare),
+            self._prepare,
             policy,
             clock=self._clock,
             chance=no_jitter,
@@ -161,17 +162,29 @@ class JoinedHost:
         self._announce(f"joined {self._endpoint}; Ctrl-C leaves it")
         await self._ranks.process.supervise()
 
-    def _prepare(self) -> tuple[HostSettings, Path]:
+    async def _prepare(self) -> tuple[HostSettings, Path]:
+        """Prepare in a thread, which has ended when this is over: the next one writes the same files."""
+        stop = threading.Event()
+        thread = asyncio.create_task(asyncio.to_thread(self._prepare_until, stop))
+        try:
+            return await asyncio.shield(thread)
+        except OSError as error:
+            raise StrataError(Code.UNAVAILABLE, str(error)) from error
+        finally:
+            stop.set()
+            await asyncio.wait([thread])
+
+    def _prepare_until(self, stop: threading.Event) -> tuple[HostSettings, Path]:
         """Get the settings, and the model's files unless this host has the same ones where the first host has them."""
-        first = FirstHostClient(self._endpoint, self._keys)
+        first = FirstHostClient(self._endpoint, self._keys, stop=stop)
         try:
             settings = first.request(GetSettings(), HostSettings)
             files = list_files(first, _MODEL)
             there = Path(settings.model)
-            if there.is_dir() and right_files(there, files) == files.keys():
+            if there.is_dir() and right_files(there, files, first.check_stop) == files.keys():
                 return settings, there
             target = self._data / "model"
-            remove_others(target, files)
+            remove_others(target, files, first.check_stop)
             _log.info("model_fetching", bytes=sum(file.size for file in files.values()))
             fetch_files(first, _MODEL, files, target)
             return settings, target

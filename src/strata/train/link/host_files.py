@@ -214,20 +214,24 @@ def fetch_files(first: FirstHostClient, folder: Folder, files: Mapping[str, Chec
         part.rename(path)
 
 
-def remove_others(folder: Path, files: Mapping[str, CheckpointFile]) -> None:
+def remove_others(folder: Path, files: Mapping[str, CheckpointFile], check_stop: Callable[[], None]) -> None:
     """Remove what is not one of these files, with its digest, and not the beginning of one."""
-    right = right_files(folder, files)
+    right = right_files(folder, files, check_stop)
     begun = {f"{name}{UNSEALED}" for name in files}
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_file() and path.name not in right | begun:
             path.unlink()
 
 
-def right_files(folder: Path, files: Mapping[str, CheckpointFile]) -> set[str]:
-    """Returns which of these files the folder has. Every byte of those is read."""
-    there = [name for name in files if (folder / name).is_file()]
-    found = digest_files(folder / name for name in there if (folder / name).stat().st_size == files[name].size)
-    return {name for name, file in found.items() if files[name] == file}
+def right_files(folder: Path, files: Mapping[str, CheckpointFile], check_stop: Callable[[], None]) -> set[str]:
+    """Returns which of these files the folder has. Every byte of those is read; `check_stop` is called between them."""
+    right = set()
+    for name, expected in files.items():
+        check_stop()
+        path = folder / name
+        if path.is_file() and path.stat().st_size == expected.size and digest_files([path])[name] == expected:
+            right.add(name)
+    return right
 
 
 def list_files(first: FirstHostClient, folder: Folder) -> Mapping[str, CheckpointFile]:

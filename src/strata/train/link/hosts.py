@@ -8,6 +8,7 @@ hosts that join.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, Literal, TypeVar
@@ -28,6 +29,8 @@ PART_BYTES: Final = 4 << 20
 """How much of a file travels in one message."""
 REPLY_S: Final = 10.0
 """How long a reply may take before the request is sent again: every request can be repeated."""
+POLL_S: Final = 0.5
+"""How soon a client that waits for a reply notices that it is to stop."""
 TIMEOUT_S: Final = 60.0
 """How long the first host may be away before whoever needs a file of it gives up."""
 
@@ -237,18 +240,23 @@ class HostLink:
 class FirstHostClient:
     """Settings and files of the first host. Blocking, for one thread at a time."""
 
-    def __init__(self, endpoint: str, keys: ClientKeys, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, endpoint: str, keys: ClientKeys, timeout_s: float = TIMEOUT_S, stop: threading.Event | None = None
+    ) -> None:
         self._context = zmq.Context()
         self._socket = _connected(self._context, endpoint, keys)
         self._timeout_s = timeout_s
+        self._stop = stop or threading.Event()
         self._number = 0
 
     def request(self, request: FileRequest, kind: type[Reply], *, at_least_s: float = 0.0) -> Reply:
-        """UNAVAILABLE if the first host does not answer in time, which is longer for what takes it long."""
+        """UNAVAILABLE if the first host does not answer in time, which is longer for what takes it long, or if this
+        client is to stop."""
         timeout_s = max(self._timeout_s, at_least_s)
         self._number += 1
         data, started_s = _encode(_FromHost(self._number, request)), time.monotonic()
         while time.monotonic() - started_s < timeout_s:
+            self.check_stop()
             try:
                 self._socket.send(data, flags=zmq.NOBLOCK)
             except zmq.Again:
@@ -266,11 +274,19 @@ class FirstHostClient:
     def _receive(self) -> FileReply | None:
         """The reply to the last request; None if there was none in time. Replies to earlier ones are dropped."""
         deadline_s = time.monotonic() + REPLY_S
-        while (left_s := deadline_s - time.monotonic()) > 0 and self._socket.poll(round(left_s * 1000)):
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            self.check_stop()
+            if not self._socket.poll(round(min(left_s, POLL_S) * 1000)):
+                continue
             message = decode_or_drop(_decode_to_host, self._socket.recv())
             if message is not None and message.number == self._number and not isinstance(message.body, HostOrder):
                 return message.body
         return None
+
+    def check_stop(self) -> None:
+        """UNAVAILABLE if this client is to stop."""
+        if self._stop.is_set():
+            raise StrataError(Code.UNAVAILABLE, "what the files were for is over")
 
     def close(self) -> None:
         self._socket.close(linger=0)
