@@ -41,6 +41,7 @@ from strata.train.link.hosts import (
 )
 from strata.train.link.keys import ClientKeys, LinkKeys, make_keys, read_invite
 from strata.train.plan.host_plan import HostReport
+from strata.train.runner.host_files import copy_errors
 
 pytestmark = pytest.mark.timeout(60)
 SETTINGS = HostSettings("run", {"model": {"name": "tiny"}}, "/models/tiny")
@@ -245,6 +246,31 @@ async def test_files_that_are_not_of_the_model_are_not_read(hosts: Hosts) -> Non
     assert await hosts.refused(lambda first: first.request(ListFiles(Folder("checkpoints", "none")), FilePart)) is (
         Code.NOT_FOUND
     )
+
+
+async def test_files_in_folders_below_the_model_are_not_read(hosts: Hosts) -> None:
+    (hosts.first / "model" / "below").mkdir()
+    (hosts.first / "model" / "below" / "config.json").write_bytes(b"{}")
+    read = ReadPart(Folder("model", "below"), "config.json", 0)
+    assert await hosts.refused(lambda first: first.request(read, FilePart)) is Code.NOT_FOUND
+
+
+async def test_only_a_file_that_is_not_there_is_said_to_be_gone(hosts: Hosts) -> None:
+    folder = Folder("snapshots", "12-group")
+    (hosts.first / "snapshots" / "12-group").mkdir()
+    (hosts.first / "snapshots" / "12-group" / "unreadable.json").symlink_to("elsewhere")
+    for file, code in (("none.json", Code.NOT_FOUND), ("unreadable.json", Code.UNAVAILABLE)):
+        read = ReadPart(folder, file, 0)
+        assert await hosts.refused(lambda first, read=read: first.request(read, FilePart)) is code  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("code", [Code.CORRUPT, Code.NOT_FOUND])
+def test_damage_of_a_copy_says_nothing_of_what_it_is_a_copy_of(code: Code) -> None:
+    there, here = Path("/data/snapshots/12"), Path("/data/fetched/snapshots/12")
+    for folder, said in ((there, code), (here, Code.UNAVAILABLE)):
+        with pytest.raises(StrataError) as raised, copy_errors(folder, there):
+            raise StrataError(code, "it is damaged")
+        assert raised.value.code is said
 
 
 async def test_a_host_with_another_invite_is_not_heard(hosts: Hosts, tmp_path: Path) -> None:

@@ -110,14 +110,14 @@ class FileService:
         return FileList({name: CheckpointFile("", size) for name, size in sizes.items()})
 
     def _read(self, request: ReadPart) -> FilePart:
-        if request.folder.root == "model" and request.file not in self._model():
+        if request.folder.root == "model" and (request.folder.name or request.file not in self._model()):
             raise StrataError(Code.NOT_FOUND, f"the model has no file {request.file!r}")
         path = self._path(request.folder) / _checked(request.file)
         # The files of a model in the cache of the Hub's client are links; nothing else is.
         flags = os.O_RDONLY | (0 if request.folder.root == "model" else os.O_NOFOLLOW)
         try:
             descriptor = os.open(path, flags)
-        except OSError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise StrataError(Code.NOT_FOUND, f"{request.file!r} is gone") from error
         try:
             return FilePart(os.pread(descriptor, PART_BYTES, request.offset))

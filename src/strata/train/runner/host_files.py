@@ -6,8 +6,9 @@ Nothing is kept on a host that joined: what it sent is durable on the first host
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final, Protocol, cast, get_args
 
@@ -51,6 +52,17 @@ class HostFiles(Protocol):
         ...
 
 
+@contextlib.contextmanager
+def copy_errors(folder: Path, named: Path) -> Iterator[None]:
+    """Raise UNAVAILABLE for damage of a copy, which says nothing of the first host's files: its ranks verify those."""
+    try:
+        yield
+    except StrataError as error:
+        if folder == named or error.code not in (Code.CORRUPT, Code.NOT_FOUND):
+            raise
+        raise StrataError(Code.UNAVAILABLE, f"the copy of this host: {error.message}") from error
+
+
 class OwnFiles:
     """Those of the first host, of a server on a single machine, and of hosts that share a folder."""
 
@@ -91,7 +103,9 @@ class JoinedFiles:
         first = FirstHostClient(self._endpoint, self._keys)
         try:
             named = self._named(folder)
-            fetch_files(first, named, list_files(first, named), target)
+            files = list_files(first, named)
+            with copy_errors(target, folder):
+                fetch_files(first, named, files, target)
         finally:
             first.close()
 

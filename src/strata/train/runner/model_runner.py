@@ -28,6 +28,7 @@ from strata.train.core.replay_differences import RankNumerics
 from strata.train.runner.checkpoint import formats, save_load
 from strata.train.runner.checkpoint.save_load import fetch_folder
 from strata.train.runner.collectives import RankGroup
+from strata.train.runner.host_files import copy_errors
 from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.model.base import DTYPES, load_base
 from strata.train.runner.model.offload import SleepOffload, Slots
@@ -300,7 +301,7 @@ class ModelRunner:
         self._copies.hold_writes()
         ranks = self.ranks
         folder = fetch_folder(named, ranks)
-        with ranks.collective_errors():
+        with ranks.collective_errors(), copy_errors(folder, named):
             manifest = files.read_manifest(folder, digest)
             state.check_base(manifest, self._manifest())
             files.verify(folder, manifest, rank=ranks.local_rank, ranks=ranks.local_size)
