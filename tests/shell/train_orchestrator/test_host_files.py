@@ -13,7 +13,7 @@ import pytest
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.train.checkpoints.checkpoint import CheckpointFile, digest_files
-from strata.train.launch.joined_host import JoinedHost
+from strata.train.launch.joined_host import SILENT_S, JoinedHost
 from strata.train.link.host_files import (
     UNSEALED,
     FileService,
@@ -42,6 +42,7 @@ from strata.train.link.hosts import (
 from strata.train.link.keys import ClientKeys, LinkKeys, make_keys, read_invite
 from strata.train.plan.host_plan import HostReport
 from strata.train.runner.host_files import copy_errors
+from tests.support.manual_clock import ManualClock
 
 pytestmark = pytest.mark.timeout(60)
 SETTINGS = HostSettings("run", {"model": {"name": "tiny"}}, "/models/tiny")
@@ -319,3 +320,15 @@ async def test_a_host_that_leaves_while_it_prepares_ends_its_thread_soon(tmp_pat
     listening.cancel()
     await asyncio.wait([listening])
     listener.close()
+
+
+async def test_a_host_says_that_the_first_host_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock, keys = ManualClock(), make_keys(tmp_path / "hosts.keys")
+    host = JoinedHost("127.0.0.1:9", tmp_path / "invite", keys.of_clients, tmp_path, clock, print)
+    await clock.advance(SILENT_S)
+    running = asyncio.create_task(host.run())
+    while "first_host_silent" not in caplog.text:
+        await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait([running])
+    assert caplog.text.count("first_host_silent") == 1

@@ -339,6 +339,12 @@ def test_the_mesh_is_that_of_the_ranks_of_all_hosts(tmp_path: Path) -> None:
     [
         (["--join", "10.0.0.1:5600"], "--join needs --invite"),
         (["train.toml", "--join", "10.0.0.1:5600"], "CONFIG does not go with --join"),
+        (["--join", "10.0.0.1", "--invite", "hosts.invite"], "is not IP:PORT"),
+        (["--join", "10.0.0.1:0", "--invite", "hosts.invite"], "is not IP:PORT"),
+        (["--join", "10.0.0.1:65536", "--invite", "hosts.invite"], "is not IP:PORT"),
+        (["--join", ":5600", "--invite", "hosts.invite"], "is not IP:PORT"),
+        (["--join", "10.0.0.1:5600", "--make-keys"], "--make-keys does not go with --join"),
+        (["train.toml", "--invite", "hosts.invite"], "--invite goes with --join"),
         (["--data", "elsewhere"], "name a settings file or a model, or --join a server"),
     ],
 )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from strata.train.status.reports import ServerStatus
 
 ANSWER_S: Final = 15.0
+MAX_PORT: Final = 65_535
 MODEL_SETTINGS: Final = "serve.toml"
 """A file in the data folder: the settings of a server that was started with the name of a model alone."""
 NAME_A_SERVER: Final = (
@@ -62,6 +63,7 @@ def run(config: str | None, *, make_keys: bool, join: str | None, invite: Path |
     """
     from strata.cli.extras import require
 
+    _check_options(make_keys=make_keys, join=join, invite=invite)
     for module in ("zmq", "starlette"):
         require(module, extra="train")
     from strata.base.settings import process_environment
@@ -106,11 +108,21 @@ def run(config: str | None, *, make_keys: bool, join: str | None, invite: Path |
     run_launcher(resolution, file, announce, api_module="strata.cli.serve.api_process")
 
 
+def _check_options(*, make_keys: bool, join: str | None, invite: Path | None) -> None:
+    if make_keys and join is not None:
+        raise click.UsageError("--make-keys does not go with --join: the first host makes the keys of hosts that join")
+    if invite is not None and join is None:
+        raise click.UsageError("--invite goes with --join: a server with a CONFIG makes its own invite")
+
+
 def _join(config: str | None, address: str, invite: Path | None, data: Path) -> None:
     if config is not None:
         raise click.UsageError("a host that joins gets its settings from the first one: CONFIG does not go with --join")
     if invite is None:
         raise click.UsageError("--join needs --invite: copy hosts.invite from the data folder of the first host")
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdecimal()) or not 1 <= int(port[:6]) <= MAX_PORT:
+        raise click.UsageError(f"--join {address!r} is not IP:PORT, as hosts.listen of the first host is")
     from strata.train.launch.joined_host import run_joined_host
 
     configure_log(None, "info")

@@ -39,6 +39,8 @@ from strata.train.plan.model_files import find_model_files
 from strata.train.settings import load_settings
 
 STOP_S: Final = 5.0
+SILENT_S: Final = 10.0
+"""How often a warning says that no order came for so long."""
 SETTINGS_FILE: Final = "joined.toml"
 SETTINGS_PREFIX: Final = "STRATA_"
 _MODEL: Final = Folder("model")
@@ -82,6 +84,7 @@ class JoinedHost:
         self._ranks: HostRanks | None = None
         self._changed = asyncio.Event()
         self._heard_s = clock.monotonic_s()
+        self._warned_s = self._heard_s
         self._lost_after_s = 0.0
         self._work: asyncio.Task[None] | None = None
         """Prepares for the run of the first host, and then supervises the ranks' process."""
@@ -122,6 +125,7 @@ class JoinedHost:
             if self._ranks is not None and self._clock.monotonic_s() - self._heard_s > self._lost_after_s:
                 # The others go on without this host.
                 self._ranks.follow(None)
+            self._warn_of_silence()
             if self._work is not None and self._work.done():
                 self._work.result()
             try:
@@ -129,6 +133,17 @@ class JoinedHost:
                     await self._changed.wait()
             except TimeoutError:
                 continue
+
+    def _warn_of_silence(self) -> None:
+        """A wrong address, port or invite and an older version show in nothing but silence."""
+        now_s = self._clock.monotonic_s()
+        if now_s - max(self._heard_s, self._warned_s) >= SILENT_S:
+            self._warned_s = now_s
+            _log.warning(
+                "first_host_silent",
+                address=self._endpoint,
+                hint="is the address right, and the invite of this server?",
+            )
 
     def _own_report(self) -> HostReport:
         if self._ranks is None:
