@@ -31,7 +31,8 @@ class Hosts:
         self.now_s = 100.0
         self.running = dict.fromkeys(names, 0)
         self.ended = dict.fromkeys(names, 0)
-        self.incarnations = dict.fromkeys(names, "1")
+        self.incarnations = {name: f"{name} 1" for name in names}
+        self.starts = 1
         self.silent: set[str] = set()
         self.deaf: set[str] = set()
         """They report and do nothing."""
@@ -39,10 +40,11 @@ class Hosts:
 
     def join(self, name: str) -> None:
         self.running[name] = self.ended[name] = 0
-        self.incarnations[name] = str(int(self.incarnations.get(name, "0")) + 1)
+        self.starts += 1
+        self.incarnations[name] = f"{name} {self.starts}"
         self.silent.discard(name)
 
-    def report(self, name: str, *, run: str = "run") -> None:
+    def report(self, name: str, *, run: str = "run") -> str:
         running, ended = self.running[name], self.ended[name]
         report = HostReport(
             name=name,
@@ -55,7 +57,7 @@ class Hosts:
             status=1 if ended else 0,
             port=4000,
         )
-        self.plan.report(report, self.now_s)
+        return self.plan.report(report, self.now_s)
 
     def step(self, seconds: float = 1.0) -> None:
         self.now_s += seconds
@@ -190,6 +192,19 @@ def test_a_host_that_started_again_has_no_ranks_of_the_generation_it_was_in() ->
     assert hosts.plan.order(SECOND) is None
     hosts.step()
     assert (hosts.plan.generation, len(hosts.plan.hosts)) == (2, 3)
+
+
+def test_of_two_hosts_with_one_name_the_older_is_refused() -> None:
+    hosts = attached(OWN, SECOND)
+    older = hosts.incarnations[SECOND]
+    hosts.join(SECOND)
+    hosts.steps(2)
+    newer, hosts.incarnations[SECOND] = hosts.incarnations[SECOND], older
+    assert "another host has its address and data folder" in hosts.report(SECOND)
+    hosts.incarnations[SECOND] = newer
+    assert hosts.report(SECOND) == ""
+    hosts.steps(5)
+    assert (hosts.plan.generation, hosts.plan.hosts) == (2, (OWN, SECOND))
 
 
 def test_a_host_with_ranks_of_an_earlier_server_is_told_to_end_them() -> None:

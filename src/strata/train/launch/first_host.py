@@ -133,9 +133,9 @@ class FirstHost:
             return self._order(report.name, refused=f"it runs strata {report.version}, the first host {__version__}")
         if report.name == OWN:
             return self._order(report.name, refused="that is the name of the first host")
-        self._plan.report(report, self._now_s())
+        refused = self._plan.report(report, self._now_s())
         self._changed.set()
-        return self._order(report.name)
+        return self._order(report.name, refused)
 
     def _order(self, host: str, refused: str = "") -> HostOrder:
         ranks = None if refused else self._plan.order(host)

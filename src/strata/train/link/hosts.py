@@ -175,8 +175,10 @@ class HostsListener:
             if message is None:
                 continue
             if isinstance(message.body, HostReport):
-                self._peers[message.body.name] = peer
-                self._send(peer, _ToHost(0, self._on_report(message.body)))
+                order = self._on_report(message.body)
+                if not order.refused:
+                    self._peers[message.body.name] = peer
+                self._send(peer, _ToHost(0, order))
                 continue
             task = asyncio.create_task(self._reply(peer, message.number, message.body))
             self._answering.add(task)

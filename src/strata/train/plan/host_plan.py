@@ -112,6 +112,8 @@ class HostPlan:
     def __init__(self, rules: HostRules) -> None:
         self._rules = rules
         self._hosts: dict[str, _Seen] = {}
+        self._replaced: set[str] = set()
+        """Incarnations of hosts that have started again since."""
         self._current: _Current | None = None
         self._number = 0
         self._waiting_since_s: float | None = None
@@ -139,16 +141,22 @@ class HostPlan:
         """Returns the hosts of that generation, in the order of their ranks."""
         return tuple(self._current.members) if self._current is not None else ()
 
-    def report(self, report: HostReport, now_s: float) -> None:
+    def report(self, report: HostReport, now_s: float) -> str:
+        """Take a report; returns why it is refused, if it is."""
+        if report.incarnation in self._replaced:
+            # Both live: each would end the generation of the other for ever.
+            return "another host has its address and data folder; give one --data of its own"
         if report.run != self._rules.run:
             # Of an earlier server: nothing of that counts, and its ranks end by the order.
             report = HostReport(name=report.name, incarnation=report.incarnation, version=report.version)
         if report.name not in self._hosts:
             self._events.append(HostEvent("joined", report.name))
         elif report.incarnation != self._hosts[report.name].report.incarnation:
+            self._replaced.add(self._hosts[report.name].report.incarnation)
             # Whoever started it again has perhaps repaired it.
             self._barred_until_s.pop(report.name, None)
         self._hosts[report.name] = _Seen(report, now_s)
+        return ""
 
     def gone(self, name: str) -> None:
         """A host has closed its connection: it need not be waited for."""
