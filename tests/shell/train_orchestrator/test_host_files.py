@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import msgspec
 import pytest
 
 from strata.base.clock import SystemClock
@@ -23,6 +26,7 @@ from strata.train.link.host_files import (
     send_file,
 )
 from strata.train.link.hosts import (
+    MAX_ANSWERING,
     PART_BYTES,
     FilePart,
     FileReply,
@@ -30,6 +34,7 @@ from strata.train.link.hosts import (
     FirstHostClient,
     Folder,
     GetSettings,
+    HostLink,
     HostOrder,
     HostSettings,
     HostsListener,
@@ -272,6 +277,58 @@ def test_damage_of_a_copy_says_nothing_of_what_it_is_a_copy_of(code: Code) -> No
         with pytest.raises(StrataError) as raised, copy_errors(folder, there):
             raise StrataError(code, "it is damaged")
         assert raised.value.code is said
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        ReadPart(MODEL, "config.json", 1 << 41),
+        ReadPart(MODEL, "config.json", -1),
+        ReadPart(MODEL, "x" * 201, 0),
+        WritePart("run", 7, Folder("snapshots", ".12.part"), "rank-00001.json", 0, bytes(PART_BYTES + 1)),
+        ListFiles(Folder("snapshots", "x" * 1001)),
+    ],
+)
+def test_a_request_has_bounds(request_: FileRequest) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(request_), type=FileRequest)
+
+
+async def test_reports_are_heard_while_more_is_asked_than_is_answered(tmp_path: Path) -> None:
+    asked, full = 0, asyncio.Event()
+
+    async def never(_: FileRequest) -> FileReply:
+        nonlocal asked
+        asked += 1
+        if asked == MAX_ANSWERING:
+            full.set()
+        await asyncio.Event().wait()
+        return SETTINGS
+
+    keys = make_keys(tmp_path / "hosts.keys")
+    listener = HostsListener("tcp://127.0.0.1:*", keys, _order, never)
+    listening = asyncio.create_task(listener.run())
+    stop, link = threading.Event(), HostLink(listener.endpoint, keys.of_clients)
+    askers = ThreadPoolExecutor(MAX_ANSWERING + 4)
+
+    def ask() -> None:
+        first = FirstHostClient(listener.endpoint, keys.of_clients, stop=stop)
+        with contextlib.closing(first), contextlib.suppress(StrataError):
+            first.request(GetSettings(), HostSettings)
+
+    for _ in range(MAX_ANSWERING + 4):
+        askers.submit(ask)
+    await full.wait()
+    for _ in range(20):
+        link.report(HostReport(name="second", incarnation="1", version="1"))
+        await link.receive()
+    stop.set()
+    await asyncio.to_thread(askers.shutdown)
+    assert asked == MAX_ANSWERING
+    link.close()
+    listening.cancel()
+    await asyncio.wait([listening])
+    listener.close()
 
 
 async def test_a_host_with_another_invite_is_not_heard(hosts: Hosts, tmp_path: Path) -> None:

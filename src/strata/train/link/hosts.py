@@ -11,7 +11,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 import zmq
@@ -23,7 +23,7 @@ from strata.base.errors import Code, StrataError
 from strata.train.checkpoints.checkpoint import CheckpointFile
 from strata.train.link.keys import ClientKeys, LinkKeys
 from strata.train.link.sockets import connect, decode_or_drop, listen, raise_send_error, set_limits
-from strata.train.plan.host_plan import HostReport, RankGeneration
+from strata.train.plan.host_plan import HostReport, Name, RankGeneration
 
 PART_BYTES: Final = 4 << 20
 """How much of a file travels in one message."""
@@ -34,6 +34,13 @@ POLL_S: Final = 0.5
 TIMEOUT_S: Final = 60.0
 """How long the first host may be away before whoever needs a file of it gives up."""
 
+MAX_ANSWERING: Final = 64
+"""Requests for files that are answered at once; others are dropped, and asked again."""
+MARGIN_BYTES: Final = 1 << 20
+"""What a message may have beside a part of a file."""
+Offset = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+"""Where a part is in a file of at most 1 TiB."""
+
 Plain = bool | int | float | str
 Root = Literal["model", "snapshots", "checkpoints"]
 """What the first host has files of."""
@@ -43,7 +50,7 @@ class Folder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A folder below a root, by its name there: no path of a host is sent."""
 
     root: Root
-    name: str = ""
+    name: Annotated[str, msgspec.Meta(max_length=1000)] = ""
 
 
 class GetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="settings"):
@@ -56,28 +63,28 @@ class ListFiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="li
 
 class ReadPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="read"):
     folder: Folder
-    file: str
-    offset: int
+    file: Name
+    offset: Offset
 
 
 class WritePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="write"):
     """A part of a file that a rank has written. Nobody sees the file before it is sealed."""
 
-    run: str
+    run: Name
     generation: int
     folder: Folder
-    file: str
-    offset: int
-    data: bytes
+    file: Name
+    offset: Offset
+    data: Annotated[bytes, msgspec.Meta(max_length=PART_BYTES)]
 
 
 class SealFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="seal"):
     """All parts are there: the file is verified, made durable, and gets its name."""
 
-    run: str
+    run: Name
     generation: int
     folder: Folder
-    file: str
+    file: Name
     expected: CheckpointFile
 
 
@@ -179,6 +186,9 @@ class HostsListener:
                 if not order.refused:
                     self._peers[message.body.name] = peer
                 self._send(peer, _ToHost(0, order))
+                continue
+            if len(self._answering) >= MAX_ANSWERING:
+                _log.debug("host_request_dropped", answering=len(self._answering))
                 continue
             task = asyncio.create_task(self._reply(peer, message.number, message.body))
             self._answering.add(task)
@@ -296,7 +306,7 @@ class FirstHostClient:
 
 
 def _set_limits(socket: zmq.Socket[Any]) -> None:
-    set_limits(socket)
+    set_limits(socket, PART_BYTES + MARGIN_BYTES)
     # A host that was cut off connects again soon after it can.
     socket.heartbeat_ivl = 1_000
     socket.heartbeat_timeout = 5_000

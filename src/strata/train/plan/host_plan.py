@@ -9,7 +9,7 @@ that its ranks are of the past.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -26,6 +26,9 @@ BARRED_S: Final = 600.0
 """How long a host gets no ranks after generations with it failed to start and one without it had not."""
 STEADY_S: Final = 30.0
 """A generation that ran so long is followed by the next one without backoff."""
+
+
+Name = Annotated[str, msgspec.Meta(max_length=200)]
 
 
 class RankGeneration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -48,12 +51,12 @@ class RankGeneration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 class HostReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="report"):
     """What a host says of itself, again and again."""
 
-    name: str
-    """The same after a restart of its process."""
-    incarnation: str
+    name: Annotated[str, msgspec.Meta(max_length=5000)]
+    """The same after a restart of its process: an address and a path."""
+    incarnation: Name
     """Another one after it."""
-    version: str
-    run: str = ""
+    version: Name
+    run: Name = ""
     """The run that the following is about."""
     prepared: bool = False
     """Whether it has the model, and a process that can fork ranks."""
