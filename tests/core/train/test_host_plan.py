@@ -24,6 +24,7 @@ class Hosts:
             parallel=parallel or ParallelSettings(),
             count=count,
             wait_s=60.0,
+            prepare_s=300.0,
             lost_after_s=10.0,
             grow_after_s=60.0,
         )
@@ -34,6 +35,7 @@ class Hosts:
         self.incarnations = {name: f"{name} 1" for name in names}
         self.starts = 1
         self.silent: set[str] = set()
+        self.preparing: set[str] = set()
         self.deaf: set[str] = set()
         """They report and do nothing."""
         self.log: list[str] = []
@@ -51,7 +53,7 @@ class Hosts:
             incarnation=self.incarnations[name],
             version="1",
             run=run,
-            prepared=True,
+            prepared=name not in self.preparing,
             running=running,
             ended=ended,
             status=1 if ended else 0,
@@ -102,6 +104,19 @@ def test_the_first_generation_waits_for_hosts_and_then_goes_on_without() -> None
     assert hosts.plan.generation == 0
     hosts.steps(15)
     assert hosts.plan.hosts == (OWN, SECOND)
+
+
+def test_a_host_that_still_prepares_is_waited_for_longer_and_not_for_ever() -> None:
+    hosts = Hosts(OWN, SECOND, THIRD)
+    hosts.preparing.add(THIRD)
+    hosts.steps(290)
+    assert hosts.plan.generation == 0
+    hosts.steps(15)
+    assert hosts.plan.hosts == (OWN, SECOND)
+    hosts.plan.ranks_attached()
+    hosts.preparing.clear()
+    hosts.steps(65)
+    assert (hosts.plan.generation, len(hosts.plan.hosts)) == (2, 3)
 
 
 def test_a_silent_host_is_lost_and_the_others_go_on_as_the_next_generation() -> None:

@@ -35,6 +35,9 @@ KEYS_FILE: Final = "hosts.keys"
 """A file in the data folder: the keys of the port on which hosts join."""
 INVITE_FILE: Final = "hosts.invite"
 """Another one: the part of those keys that a host needs to join."""
+PREPARE_WAITS: Final = 5
+"""Hosts that still get the model are waited for so many times as long as others, and for at most half of the time after
+which the server gives its ranks up."""
 TICK_S: Final = 0.2
 STALL_S: Final = 1.0
 """When this process itself stood still for longer, no host was silent meanwhile."""
@@ -58,6 +61,7 @@ class FirstHost:
             parallel=settings.parallel,
             count=settings.hosts.count,
             wait_s=settings.hosts.wait_s,
+            prepare_s=min(PREPARE_WAITS * settings.hosts.wait_s, settings.ranks.start_timeout_s / 2),
             lost_after_s=settings.hosts.lost_after_s,
             grow_after_s=settings.hosts.grow_after_s,
         )

@@ -107,6 +107,8 @@ class HostRules(msgspec.Struct, frozen=True, kw_only=True):
     """The mesh on all hosts."""
     count: int
     wait_s: float
+    prepare_s: float
+    """How long the first generation waits for hosts that are there and still prepare."""
     lost_after_s: float
     grow_after_s: float
 
@@ -269,8 +271,8 @@ class HostPlan:
             if self._waiting_since_s is None:
                 self._waiting_since_s = now_s
             preparing = any(not seen.report.prepared for seen in self._hosts.values())
-            patient = preparing or now_s - self._waiting_since_s < self._rules.wait_s
-            return len(eligible) < self._rules.count and patient
+            patience_s = max(self._rules.wait_s, self._rules.prepare_s if preparing else 0.0)
+            return len(eligible) < self._rules.count and now_s - self._waiting_since_s < patience_s
         ending = (seen for seen in self._hosts.values() if seen.report.running)
         # A host that is gone says nothing more; one whose ranks do not end is left out as well.
         return now_s - self._over_s < self._rules.lost_after_s and any(
