@@ -12,6 +12,8 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 import pytest
+import zmq
+import zmq.asyncio
 
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
@@ -326,6 +328,32 @@ async def test_reports_are_heard_while_more_is_asked_than_is_answered(tmp_path: 
     await asyncio.to_thread(askers.shutdown)
     assert asked == MAX_ANSWERING
     link.close()
+    listening.cancel()
+    await asyncio.wait([listening])
+    listener.close()
+
+
+async def test_a_request_that_is_repeated_while_it_is_answered_is_answered_once(tmp_path: Path) -> None:
+    asked: list[FileRequest] = []
+
+    async def never(request: FileRequest) -> FileReply:
+        asked.append(request)
+        await asyncio.Event().wait()
+        return SETTINGS
+
+    keys = make_keys(tmp_path / "hosts.keys")
+    listener = HostsListener("tcp://127.0.0.1:*", keys, _order, never)
+    listening = asyncio.create_task(listener.run())
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as host:
+        host.linger = 0
+        keys.of_clients.secure_client(host)
+        host.connect(listener.endpoint)
+        report = HostReport(name="second", incarnation="1", version="1")
+        for message in ((1, GetSettings()), (1, GetSettings()), (2, GetSettings()), (0, report)):
+            await host.send(msgspec.msgpack.encode(message))
+        # The order that answers the report, which came after all of the requests.
+        await host.recv()
+    assert len(asked) == 2
     listening.cancel()
     await asyncio.wait([listening])
     listener.close()

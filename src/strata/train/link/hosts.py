@@ -161,7 +161,7 @@ class HostsListener:
         self._on_report = on_report
         self._answer = answer
         self._peers: dict[str, bytes] = {}
-        self._answering: set[asyncio.Task[None]] = set()
+        self._answering: dict[tuple[bytes, int], asyncio.Task[None]] = {}
         self._context = zmq.asyncio.Context()
         self._authenticator = AsyncioAuthenticator(self._context)
         self._authenticator.start()
@@ -187,16 +187,22 @@ class HostsListener:
                     self._peers[message.body.name] = peer
                 self._send(peer, _ToHost(0, order))
                 continue
-            if len(self._answering) >= MAX_ANSWERING:
-                _log.debug("host_request_dropped", answering=len(self._answering))
-                continue
-            task = asyncio.create_task(self._reply(peer, message.number, message.body))
-            self._answering.add(task)
-            task.add_done_callback(self._answering.discard)
+            self._start_reply(peer, message.number, message.body)
 
     def order(self, host: str, order: HostOrder) -> bool:
         """Send an order now: with the host's next report it would come too, but later. False if it has gone."""
         return (peer := self._peers.get(host)) is not None and self._send(peer, _ToHost(0, order))
+
+    def _start_reply(self, peer: bytes, number: int, request: FileRequest) -> None:
+        asked = (peer, number)
+        if asked in self._answering:
+            # It takes longer than a client waits before it asks again: the reply is for both.
+            return
+        if len(self._answering) >= MAX_ANSWERING:
+            _log.debug("host_request_dropped", answering=len(self._answering))
+            return
+        task = self._answering[asked] = asyncio.create_task(self._reply(peer, number, request))
+        task.add_done_callback(lambda _: self._answering.pop(asked))
 
     async def _reply(self, peer: bytes, number: int, request: FileRequest) -> None:
         try:
@@ -217,7 +223,7 @@ class HostsListener:
         return True
 
     def close(self) -> None:
-        for task in self._answering:
+        for task in self._answering.values():
             task.cancel()
         self._socket.close(linger=200)
         self._authenticator.stop()
