@@ -17,7 +17,9 @@ import zmq.asyncio
 
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
-from strata.train.checkpoints.checkpoint import CheckpointFile, digest_files
+from strata.train.checkpoints.checkpoint import CheckpointFile, digest_files, temporary_folder
+from strata.train.core import ops
+from strata.train.core.state import folder_of
 from strata.train.launch.joined_host import SILENT_S, JoinedHost
 from strata.train.link.host_files import (
     UNSEALED,
@@ -221,11 +223,9 @@ async def test_ranks_write_their_own_files_into_temporary_folders_alone(
 
 
 async def test_a_folder_of_a_checkpoint_that_rank_0_has_not_made_is_not_made(hosts: Hosts) -> None:
-    folder, file = (
-        Folder("checkpoints", "run/weights/.trained@3.00.part"),
-        "shard-00002-model-00001-of-00001.safetensors",
-    )
-    write = WritePart("run", 7, folder, file, 0, b"x")
+    saved = Path(folder_of(ops.SaveWeights("01JD8:train:0", 3, "weights", "trained" * 18)))
+    folder = Folder("checkpoints", str(temporary_folder(saved, 1 << 61)))
+    write = WritePart("run", 7, folder, "shard-00002-model-00001-of-00001.safetensors", 0, b"x")
     assert await hosts.refused(lambda first: first.request(write, Written)) is Code.UNAVAILABLE
     (hosts.first / "checkpoints" / folder.name).mkdir(parents=True)
     await hosts.ask(lambda first: first.request(write, Written))
