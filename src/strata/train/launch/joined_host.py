@@ -125,7 +125,7 @@ class JoinedHost:
             if self._ranks is not None and self._clock.monotonic_s() - self._heard_s > self._lost_after_s:
                 # The others go on without this host.
                 self._ranks.follow(None)
-            self._warn_of_silence()
+            self._warn_of_missing_orders()
             if self._work is not None and self._work.done():
                 self._work.result()
             try:
@@ -134,7 +134,7 @@ class JoinedHost:
             except TimeoutError:
                 continue
 
-    def _warn_of_silence(self) -> None:
+    def _warn_of_missing_orders(self) -> None:
         """A wrong address, port or invite and an older version show in nothing but silence."""
         now_s = self._clock.monotonic_s()
         if now_s - max(self._heard_s, self._warned_s) >= SILENT_S:
