@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from typing import Final
 
+import msgspec
+
 from strata.base.errors import Code, StrataError
 from strata.train.core import inflight, ops, publishing
 from strata.train.core.admission import admit, admit_sample
@@ -54,6 +56,8 @@ def accept_sample(state: TrainState, fact: OperationAccepted, sample: SampleOper
     if sampler.status is SamplerStatus.FAILED:
         # As if it were evicted already, which the next sampler that opens does: its client opens another one.
         raise StrataError(Code.NOT_FOUND, f"sampler {sampler.sampler_id!r} could not be opened", hint="create it again")
+    if sample.max_staleness is not msgspec.UNSET and not sampler.inflight:
+        raise StrataError(Code.INVALID, "max_staleness: the weights of this sampler never change; make one in flight")
     admit_sample(state, fact.tenant)
     return Decision(Accepted(fact.future_id, ""), (fact,))
 
