@@ -22,6 +22,7 @@ import torch
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
+from strata.base.support import INFLIGHT, report_experimental
 from strata.train.core.sampling import AddedSample, SampledPart
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.determinism import any_kernels
@@ -82,6 +83,8 @@ class SamplingEngine:
         """Let in-flight samplers sample from a copy of the adapter as it is now. Running samples of theirs go on with it;
         with `recompute` after their keys and values were computed again."""
         self.check_architecture()
+        if weights not in self._samplers and self._ranks.is_rank0:
+            report_experimental((INFLIGHT,))
         copy = self._samplers.publish(weights, adapter, version)
         for batch in self._batches.values():
             batch.replace_weights(weights, copy, version, recompute=recompute)
