@@ -80,13 +80,14 @@ class EngineProcess:
         self._guard.close()
 
 
-def vllm(model: Path, log: Path, *, lora: bool = True) -> EngineProcess:
+def vllm(model: Path, log: Path, *, lora: bool = True, processed: bool = True) -> EngineProcess:
     adapters = ("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "4", "--max-lora-rank", "8")
     command = (
         str(vllm_programs() / "python"),
         *("-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "tiny"),
         *("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8"),
         *(adapters if lora else ()),
+        *(("--logprobs-mode", "processed_logprobs") if processed else ()),
         *("--host", "127.0.0.1", "--port", "{port}"),
     )
     environment = {

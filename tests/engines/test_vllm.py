@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import httpx
 import pytest
+import torch
+from transformers import AutoTokenizer
 
 from strata.train.core.state import InferenceEndpoint
 from strata.train.endpoints.client import EngineClient
@@ -189,7 +191,14 @@ async def case(engine: EngineProcess, model: Path, tmp_path: Path) -> AsyncItera
     async def ask(version: ModelVersion) -> list[int]:
         return asked(engine, model=version.name)
 
-    yield Case(adapter, first, second, ask)
+    oracles = {version.name: load(model, version.folder) for version in (first, second)}
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def after(version: ModelVersion, tokens: Sequence[int]) -> Any:
+        with torch.no_grad():
+            return oracles[version.name](torch.tensor([list(tokens)])).logits[0, -1]
+
+    yield Case(adapter, first, second, ask, after, tokenizer.decode)
     for version in (first, second):
         await adapter.unload_version(version.name)
     await adapter.close()

@@ -338,6 +338,9 @@ class InferenceSettings(msgspec.Struct, frozen=True, kw_only=True):
     fallback: bool = False
     """Let the ranks sample what engines that the server started fail to deliver. Unless set, such samples wait until an
     engine is back."""
+    unroutable: Literal["ranks", "refuse"] = "ranks"
+    """What becomes of samples that no engine can draw, as of the base model: the ranks draw them, counted by reason, or
+    they fail with the reason."""
 
     @property
     def routes(self) -> bool:

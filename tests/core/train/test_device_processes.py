@@ -10,6 +10,7 @@ from typing import Any, Final
 import pytest
 
 from strata.base.errors import Code, StrataError
+from strata.train.core.sampling import MAX_TOP_K
 from strata.train.launch.engine_supervisor import engine_command
 from strata.train.launch.launcher import rank_command
 from strata.train.launch.preflight import check_features, check_memory
@@ -188,6 +189,12 @@ def test_an_engine_that_takes_turns_is_started_so_that_it_can_sleep() -> None:
     others = command()
     assert "--enable-sleep-mode" not in others.arguments
     assert "VLLM_SERVER_DEV_MODE" not in others.environment
+
+
+def test_an_engine_reports_the_log_probabilities_that_the_ranks_report() -> None:
+    arguments = list(engine_command(settings(**VLLM), "engine-0", {}, "key", DevicePlacement()).arguments)
+    assert arguments[arguments.index("--logprobs-mode") + 1] == "processed_logprobs"
+    assert int(arguments[arguments.index("--max-logprobs") + 1]) == MAX_TOP_K
 
 
 def test_ranks_of_an_operator_take_no_turns() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import math
 from collections import Counter
 from typing import Any
 
@@ -14,7 +15,7 @@ from strata.train.core.checkpoint_retention import retained_folders
 from strata.train.core.client_commands import AddEndpoint, RemoveEndpoint, SubmitOperation
 from strata.train.core.future import FutureStatus
 from strata.train.core.inputs import ClientCommand, CompletePush, CompleteRouted, RequeueRouted, RouteSamples
-from strata.train.core.publishing import choose_endpoint
+from strata.train.core.publishing import RanksReason, choose_endpoint, ranks_reason
 from strata.train.core.sampling import Layout, SampleOperation, SampleParams, Targets
 from strata.train.core.state import Dispatch
 from tests.core.train.servers import TENANT, Server, step
@@ -178,42 +179,88 @@ def test_nothing_is_pushed_that_nobody_asked_for() -> None:
     "params",
     [
         {"temperature": 0.7},
+        {"temperature": 1e-7},
         {"top_k": 5},
         {"top_p": 0.9},
         {"max_tokens": None},
         {"stop_strings": ("\n",)},
+        {"seed": 3, "stop_tokens": (1,), "end_tokens": False},
     ],
 )
-def test_what_an_engine_would_say_otherwise_is_for_the_ranks(params: dict[str, Any]) -> None:
-    server = Endpoints()
-    server.save(1)
-    server.push("a", "b")
-    sampler = server.sampler("w1")
-    plain = server.sample(sampler, 0)
-    bent = server.sample(sampler, 1, **params)
-    assert list(server.route()) == [plain]
-    time_slice = server.dispatch()
-    assert time_slice is not None
-    assert list(time_slice.future_ids) == [bent]
-
-
 @pytest.mark.parametrize(
-    "more",
-    [
-        {"prompt_logprobs": True},
-        {"topk_prompt_logprobs": 2},
-        {"topk_sample_logprobs": 2},
-        {"prompt_draws": 1},
-        {"targets": Targets(b"", Layout((0, 0)))},
-    ],
+    "numbers", [{}, {"prompt_logprobs": True}, {"topk_prompt_logprobs": 2}, {"topk_sample_logprobs": 2}]
 )
-def test_what_is_asked_beside_the_tokens_is_for_the_ranks(more: dict[str, Any]) -> None:
-    server = Endpoints()
+def test_engines_draw_with_every_parameter_and_number_that_they_have(
+    params: dict[str, Any], numbers: dict[str, Any]
+) -> None:
+    server = Endpoints(refuse_unroutable=True)
     server.save(1)
     server.push("a", "b")
-    server.accept(SampleOperation(server.sampler("w1"), 1, b"abcd", SampleParams(max_tokens=8), **more))
-    assert server.route() == {}
-    assert server.dispatch() is not None
+    wanted = SampleOperation(
+        server.sampler("w1"), 1, b"abcd", SampleParams(**({"max_tokens": 8} | params)), 2, **numbers
+    )
+    futures = server.accept(wanted)
+    assert list(server.route()) == futures
+    assert server.dispatch() is None
+
+
+NOT_DRAWN: list[tuple[dict[str, Any], dict[str, Any], RanksReason]] = [
+    ({}, {"prompt_draws": 1}, RanksReason.PROMPT),
+    ({}, {"targets": Targets(b"", Layout((0, 0)))}, RanksReason.PROMPT),
+    ({"temperature": 0.005}, {}, RanksReason.PARAMETERS),
+    ({"temperature": -1.0}, {}, RanksReason.PARAMETERS),
+    ({"temperature": math.nan}, {}, RanksReason.PARAMETERS),
+    ({"temperature": math.inf}, {}, RanksReason.PARAMETERS),
+    ({"top_p": 0.0}, {}, RanksReason.PARAMETERS),
+    ({"top_p": math.nan}, {}, RanksReason.PARAMETERS),
+]
+
+
+@pytest.mark.parametrize(("params", "more", "reason"), NOT_DRAWN)
+def test_what_no_engine_draws_is_for_the_ranks_or_refused_with_the_reason(
+    params: dict[str, Any], more: dict[str, Any], reason: RanksReason
+) -> None:
+    for refuse in (False, True):
+        server = Endpoints(refuse_unroutable=refuse)
+        server.save(1)
+        server.push("a", "b")
+        sample = SampleOperation(server.sampler("w1"), 1, b"abcd", SampleParams(**({"max_tokens": 8} | params)), **more)
+        (future,) = server.accept(sample)
+        assert server.route() == {}
+        assert ranks_reason(server.state, future, sample) is reason
+        time_slice = server.dispatch()
+        if refuse:
+            assert time_slice is None
+            failed = server.result(future)
+            assert isinstance(failed, ops.Failed)
+            assert failed.category == "user"
+            assert "the settings leave it to inference engines, and" in failed.message
+        else:
+            assert time_slice is not None
+            assert list(time_slice.future_ids) == [future]
+
+
+def test_a_server_that_leaves_samples_to_engines_refuses_weights_that_no_engine_has_and_waits_for_a_push() -> None:
+    server = Endpoints(refuse_unroutable=True)
+    server.save(1)
+    pushed = server.sample(server.sampler("w1"))
+    assert server.dispatch() is None, "it waits for the push"
+    server.push("a")
+    assert list(server.route()) == [pushed]
+    server.save(2)
+    lost = server.sample(server.sampler("w2", 1))
+    server.push()
+    assert server.dispatch() is None
+    assert "no engine has its weights" in server.result(lost).message  # type: ignore[union-attr]
+    base = f"{server.name.partition(':')[0]}:sample:9"
+    opened = SubmitOperation(ops.OpenSampler(base, "tiny"), server.name.partition(":")[0])
+    server.ask(ClientCommand(TENANT, opened, server.now_s))
+    dispatch = server.dispatch()
+    assert dispatch is not None
+    server.answer(dispatch, [ops.SamplerOpened(base)])
+    refused = server.sample(base)
+    assert server.dispatch() is None
+    assert "of the base model" in server.result(refused).message  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("from_snapshot", [True, False])

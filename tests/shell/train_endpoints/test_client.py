@@ -17,6 +17,7 @@ from strata.train.endpoints import client as client_module
 from strata.train.endpoints import vllm
 from strata.train.endpoints.client import EngineClient
 from strata.train.endpoints.engine import ModelVersion
+from strata.train.endpoints.vllm_completions import CompletionStream
 from strata.train.settings import InferenceSettings
 from tests.shell.train_endpoints.hostile import hostile, is_silent, never_ends, says
 
@@ -98,7 +99,7 @@ async def test_a_stream_may_be_longer_than_any_reply_and_a_line_of_it_may_not(mo
 @pytest.mark.parametrize("index", [-1, 2])
 def test_a_stream_of_samples_that_were_not_requested_is_an_error(index: int) -> None:
     sample = SampleOperation("sampler", 0, bytes(4), SampleParams(max_tokens=3), num_samples=2)
-    stream = vllm._Stream(sample, lambda _: None)
+    stream = CompletionStream(sample, lambda _: None)
     stream.read_line(b'data: {"model": "m", "choices": [{"index": 1}]}')
     with pytest.raises(StrataError, match="more than was requested"):
         stream.read_line(b'data: {"model": "m", "choices": [{"index": %d}]}' % index)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -14,8 +15,14 @@ from strata.train.endpoints.client import EngineClient
 from strata.train.endpoints.engine import ModelVersion, stale_versions
 from strata.train.endpoints.vllm import VllmEngine
 from strata.train.settings import InferenceSettings
-from tests.engines.conformance import SAMPLERS, SLEEPERS, WHOLE, Case
-from tests.support.fake_vllm import BASE, FakeVllm
+from tests.engines.conformance import (
+    SAMPLERS,
+    SLEEPERS,
+    WHOLE,
+    Case,
+    an_engine_that_reports_other_log_probabilities_draws_only_what_it_reports,
+)
+from tests.support.fake_vllm import BASE, FakeVllm, decode, logits, weights_digest
 
 
 def weights(folder: Path, text: str) -> Path:
@@ -28,9 +35,14 @@ def weights(folder: Path, text: str) -> Path:
 
 @pytest.fixture(params=[False, True])
 async def case(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Case]:
-    whole: bool = request.param
+    async with fake_case(tmp_path, whole=request.param) as found:
+        yield found
+
+
+@asynccontextmanager
+async def fake_case(tmp_path: Path, *, whole: bool, processed: bool = True) -> AsyncIterator[Case]:
     first, second = (ModelVersion(f"run-v{n}", weights(tmp_path / str(n), f"weights {n}"), full=whole) for n in (1, 2))
-    async with FakeVllm() as fake:
+    async with FakeVllm(processed=processed) as fake:
         settings = InferenceSettings(allow=(fake.url,))
         client = EngineClient(InferenceEndpoint("e", fake.url, "127.0.0.1", "vllm", 0.0), settings)
         engine = VllmEngine(client, settings)
@@ -43,7 +55,10 @@ async def case(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[
             tokens: list[int] = reply.json()["choices"][0]["token_ids"]
             return tokens
 
-        yield Case(engine, first, second, ask)
+        def after(version: ModelVersion, tokens: Sequence[int]) -> list[float]:
+            return logits(weights_digest(version.folder), tokens[-1]).tolist()
+
+        yield Case(engine, first, second, ask, after, decode)
         await engine.close()
 
 
@@ -52,6 +67,11 @@ async def test_the_suite_of_engines(case: Case, check: Callable[[Case], Awaitabl
     if case.first.full and check not in (*WHOLE, *SLEEPERS):
         return
     await check(case)
+
+
+async def test_an_engine_of_somebody_with_other_log_probabilities_is_found_out(tmp_path: Path) -> None:
+    async with fake_case(tmp_path, whole=False, processed=False) as case:
+        await an_engine_that_reports_other_log_probabilities_draws_only_what_it_reports(case)
 
 
 async def test_an_engine_that_stays_awake_has_not_slept() -> None:

@@ -114,6 +114,18 @@ async def test_the_ranks_draw_it_where_the_settings_say_so_or_no_engine_can(
     assert found._after_failure("f", endpoint, error) == RequeueRouted("f")
 
 
+async def test_where_the_ranks_draw_nothing_of_engines_a_rejected_sample_fails_with_the_engines_reason(
+    tmp_path: Path,
+) -> None:
+    found = await publisher(tmp_path, 'engine = "vllm"\nunroutable = "refuse"')
+    rejected = StrataError(Code.UNSUPPORTED, "the engine rejects it: too long")
+    for error, category in ((rejected, "user"), (StrataError(Code.DEADLINE, "too slow"), "server")):
+        failed = found._after_failure("f", "engine-0", error)
+        assert isinstance(failed, CompleteRouted)
+        assert failed.result == ops.Failed(category, f"an inference engine failed to draw it: {error}")  # type: ignore[arg-type]
+    assert found._after_failure("f", "engine-0", DOWN) == RequeueRouted("f", again=True)
+
+
 async def test_a_sample_that_was_routed_again_before_its_task_had_ended_is_started(tmp_path: Path) -> None:
     found = await publisher(tmp_path, 'engine = "vllm"')
     store = found._store

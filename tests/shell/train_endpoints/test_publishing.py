@@ -15,7 +15,7 @@ from strata.base.errors import Code
 from strata.train.core import client_commands, ops
 from strata.train.core.sampling import SampleOperation, SampleParams, SampleResult, decode_result
 from strata.train.payload import Payloads
-from strata.train.status import queries, views
+from strata.train.status import queries, reports, views
 from tests.shell.train_orchestrator.stacks import Stack, running
 from tests.support.fake_vllm import FakeVllm
 from tests.support.ports import port_of, reserve_port
@@ -202,9 +202,15 @@ async def test_samples_come_from_the_engine_that_has_the_weights_and_else_from_t
     assert len(first.sequences) == 2
     greedy = await ask(3, temperature=0)
     assert greedy.sequences[0] == greedy.sequences[1]
-    by_ranks = await ask(4, temperature=0.5)
-    assert completions() == 3
+    warm = await ask(4, temperature=0.5, top_k=3)
+    assert completions() == 6, "with two that tried which log probabilities it reports"
+    assert await ask(8, temperature=0.5, top_k=3) == warm
+    assert completions() == 7
+    by_ranks = await ask(9, temperature=0.001)
+    assert completions() == 7
     assert by_ranks != first
+    status = await stack.look(reports.StatusView, queries.DescribeStatus(everything=True))
+    assert status.status.unroutable == {"parameters": 1}
     engine.restart()
     assert await ask(5) == first
     assert engine.requests[-3:] == [

@@ -118,6 +118,7 @@ def _sentences(status: ServerStatus) -> list[str]:
         f"ranks      {group}{_recoveries(status)}",
         *([f"replay     {found}"] if (found := _replay(status)) else []),
         *([f"engines    {_engines(status)}"] if status.engines else []),
+        *([f"not routed {_unroutable(status)}"] if status.unroutable else []),
         *([f"devices    {_devices(status, status.device_turn)}"] if status.device_turn is not None else []),
         f"snapshot   {_snapshot(status)}",
         f"journal    {status.dispatched} {'dispatch' if status.dispatched == 1 else 'dispatches'}, "
@@ -171,6 +172,11 @@ def _engines(status: ServerStatus) -> str:
     restarts = sum(max(each.starts - 1, 0) for each in status.engines)
     again = f", restarted {format_count(restarts, 'time')}" if restarts else ""
     return f"{ready} of {len(status.engines)} ready{again}"
+
+
+def _unroutable(status: ServerStatus) -> str:
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(status.unroutable.items()))
+    return f"{format_count(sum(status.unroutable.values()), 'sample')} drawn by the ranks: {reasons}"
 
 
 def _devices(status: ServerStatus, turn: DeviceTurnStatus) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Final, assert_never
 
 from strata.base.digest import sha256_hex
@@ -28,7 +29,7 @@ from strata.train.core.facts import (
 )
 from strata.train.core.future import OPEN
 from strata.train.core.inputs import CompletePush, CompleteRouted, Decision, RequeueRouted, RouteSamples
-from strata.train.core.sampling import SampleOperation
+from strata.train.core.sampling import SampleOperation, SampleParams
 from strata.train.core.state import Dispatch, InferenceEndpoint, Publication, Push, TrainState, is_name
 
 MAX_ENDPOINTS: Final = 64
@@ -38,6 +39,8 @@ TOKEN_BYTES: Final = 4
 LOAD_BOUND: Final = 1.25
 SAMPLING_ENGINES: Final = frozenset({"vllm"})
 """Engines that accept tokens and return their log probabilities."""
+LOWEST_TEMPERATURE: Final = 0.01
+"""vLLM raises a lower temperature to this one, unless it is 0."""
 
 PublishingInput = CompletePush | RouteSamples | CompleteRouted | RequeueRouted
 EndpointFact = EndpointAdded | EndpointRemoved | PushBegun | PushEnded | SampleRouted | SampleReturned
@@ -136,41 +139,82 @@ def _complete_push(state: TrainState, request: CompletePush) -> Decision:
     return Decision(Done(), tuple(ended), (push.future_id,))
 
 
-def endpoints_for(state: TrainState, future_id: str, sample: SampleOperation) -> Sequence[str] | None:
-    """The endpoints that may draw this sample; none of them: it waits for one. None: the ranks draw it.
+class RanksReason(StrEnum):
+    """Why the ranks draw a sample although samples are routed to engines."""
 
-    Engines return the log probability of the model itself. That equals the promised one only for an unmodified
-    distribution, so every other sample, and every request about its prompt, is for the ranks.
-    """
-    if not state.rules.route or future_id in state.unroutable:
-        return None
+    NO_FILES = "no_files"
+    NOT_PUSHED = "not_pushed"
+    PROMPT = "prompt"
+    PARAMETERS = "parameters"
+    ENGINE_FAILED = "engine_failed"
+
+
+_REASONS: Final = {
+    RanksReason.NO_FILES: "its sampler is of the base model, or of weights that are in no file",
+    RanksReason.NOT_PUSHED: "no engine has its weights: they were not pushed, or newer ones replaced them",
+    RanksReason.PROMPT: "no engine scores tokens that a request names, or draws others, at the places of a prompt",
+    RanksReason.PARAMETERS: f"engines draw at temperature 0 or from {LOWEST_TEMPERATURE} on, and with top_p in (0, 1]",
+    RanksReason.ENGINE_FAILED: "an engine failed to draw it",
+}
+
+
+def ranks_reason(state: TrainState, future_id: str, sample: SampleOperation) -> RanksReason | None:
+    """Returns why the ranks draw a sample where samples are routed to engines; None if an engine does."""
     sampler = state.samplers.get(sample.sampler_id)
-    if sampler is None or not sampler.folder or not _engines_can_sample(sample):
+    if future_id in state.unroutable:
+        return RanksReason.ENGINE_FAILED
+    if sample.prompt_draws or sample.targets is not None:
+        return RanksReason.PROMPT
+    if not _engines_draw_at(sample.params):
+        return RanksReason.PARAMETERS
+    if sampler is None or not sampler.folder:
+        return RanksReason.NO_FILES
+    if _able_endpoints(state, sampler.folder) or _reaches_engines(state, sampler.folder):
         return None
-    publication = state.published.get(sampler.folder)
-    if publication is None:
-        return () if _reaches_engines(state, sampler.folder) else None
-    able = [
+    return RanksReason.NOT_PUSHED
+
+
+def endpoints_for(state: TrainState, future_id: str, sample: SampleOperation) -> Sequence[str] | None:
+    """The endpoints that may draw this sample; none of them: it waits for one. None: the ranks draw it."""
+    if not state.rules.route or ranks_reason(state, future_id, sample) is not None:
+        return None
+    return _able_endpoints(state, state.samplers[sample.sampler_id].folder)
+
+
+def refusal(state: TrainState, future_id: str, sample: SampleOperation) -> ops.Failed | None:
+    """The failure of a sample that no engine can draw, if the ranks are to draw none of those."""
+    if not (state.rules.route and state.rules.refuse_unroutable):
+        return None
+    reason = ranks_reason(state, future_id, sample)
+    # Of what engines failed to draw, the publisher decided which the ranks are to draw.
+    if reason is None or reason is RanksReason.ENGINE_FAILED:
+        return None
+    return ops.Failed("user", f"the settings leave it to inference engines, and {_REASONS[reason]}")
+
+
+def _able_endpoints(state: TrainState, path: str) -> Sequence[str]:
+    publication = state.published.get(path)
+    return [
         name
-        for name in publication.endpoints
+        for name in (publication.endpoints if publication else ())
         if name in state.endpoints and state.endpoints[name].engine in SAMPLING_ENGINES
     ]
-    return able or None
 
 
 def _reaches_engines(state: TrainState, path: str) -> bool:
-    """Says whether these weights are being saved for engines of the server, or are on their way there."""
-    if not state.rules.engines or state.rules.fallback:
+    """Says whether samples wait for these weights, which are being saved, or are on their way to engines."""
+    rules = state.rules
+    waits = (rules.engines and not rules.fallback) or rules.refuse_unroutable
+    if not waits or path in state.published:
         return False
     push = state.pushes.get(path)
     return push is not None or any(dispatch.path == path for dispatch in state.dispatches.values())
 
 
-def _engines_can_sample(sample: SampleOperation) -> bool:
-    params = sample.params
-    unmodified = params.temperature == 0 or (params.temperature == 1 and params.top_k <= 0 and params.top_p == 1)
-    extra = sample.wants_prompt or sample.topk_sample_logprobs or params.stop_strings
-    return unmodified and not extra and params.max_tokens is not None
+def _engines_draw_at(params: SampleParams) -> bool:
+    """What is no temperature and no share is for the ranks, which reject it with the reason."""
+    is_drawn = params.is_greedy or params.temperature >= LOWEST_TEMPERATURE
+    return is_drawn and 0 <= params.temperature < math.inf and 0 < params.top_p <= 1
 
 
 def _route(state: TrainState, request: RouteSamples) -> Decision:

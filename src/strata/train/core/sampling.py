@@ -21,7 +21,10 @@ MAX_RESULT_BYTES: Final = 64 << 20
 """The largest result of one request. Rank 0 holds it in memory until the last of its samples has ended, and it goes to
 the client in one piece. 64 samples of 4096 tokens, each with the top 20, are two thirds of it."""
 
-
+MAX_TOP_K: Final = 1024
+"""The most likeliest tokens, and draws, that a request may ask for at each position."""
+GREEDY_BELOW: Final = 1e-6
+"""A temperature below this is 0: greedy decoding."""
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer writes for bytes that are no text yet."""
 CONTEXT: Final = 4
@@ -43,6 +46,15 @@ class SampleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_k: int = -1
     """-1 and 0 are no limit."""
     top_p: float = 1.0
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def modifies_distribution(self) -> bool:
+        """Says whether tokens are drawn from another distribution than the model's own."""
+        return not self.is_greedy and (self.temperature != 1.0 or self.top_k > 0 or self.top_p < 1.0)
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

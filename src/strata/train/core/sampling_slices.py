@@ -87,9 +87,12 @@ def next_slice(state: TrainState, at_s: float, *, add: bool = True) -> Decision:
     """The next slice, or the failure of the samples whose sampler does not exist. Without `add` no sample begins."""
     waiting = state.waiting.items() if add else ()
     ready = {future_id: sample for future_id, sample in waiting if _ready(state, future_id, sample)}
-    failed = [future_id for future_id, sample in ready.items() if not _is_open(state, sample)]
+    failed = {
+        future_id: failure for future_id, sample in ready.items() if (failure := _failure(state, future_id, sample))
+    }
     if failed:
-        return Decision(Done(), tuple(OperationFinished(each, _NO_SAMPLER, at_s) for each in failed), tuple(failed))
+        facts = tuple(OperationFinished(future_id, failure, at_s) for future_id, failure in failed.items())
+        return Decision(Done(), facts, tuple(failed))
     added = _select_fairly(state, ready)
     # Not for a sample that its quota holds back: a sample that ends need not be of the same tenant.
     full = len(state.sampling) + len(added) >= state.rules.max_running_samples
@@ -99,6 +102,11 @@ def next_slice(state: TrainState, at_s: float, *, add: bool = True) -> Decision:
     number = state.dispatched + 1
     dispatch = Dispatch(number, tuple(added), slice=plan)
     return Decision(Dispatching(dispatch, 1.0), (Dispatched(number, tuple(added), slice=plan),))
+
+
+def _failure(state: TrainState, future_id: str, sample: SampleOperation) -> ops.Failed | None:
+    """The failure of a sample that the ranks cannot draw, or are not to draw."""
+    return publishing.refusal(state, future_id, sample) if _is_open(state, sample) else _NO_SAMPLER
 
 
 def _is_open(state: TrainState, sample: SampleOperation) -> bool:

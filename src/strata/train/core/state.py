@@ -80,6 +80,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     turns."""
     fallback: bool = False
     """Let the ranks sample what those fail to deliver."""
+    refuse_unroutable: bool = False
+    """Fail the samples that no engine can draw, instead of leaving them to the ranks."""
     keep_versions: int = 2
     """Versions of each model on an endpoint."""
     snapshot_dispatches: int = 0

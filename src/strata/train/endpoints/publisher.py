@@ -258,12 +258,16 @@ class Publisher:
         self, future_id: str, endpoint: str, error: StrataError | OSError
     ) -> RequeueRouted | CompleteRouted:
         """The ranks draw what an endpoint of an operator fails to, what no engine would draw, and all if the settings
-        say so. Else the sample waits for an engine, and fails when engines failed with it too often: it may be what
-        they die of."""
+        say so; or it fails, where the ranks are to draw nothing of engines. Else the sample waits for an engine, and
+        fails when engines failed with it too often: it may be what they die of."""
         inference = self._settings.inference
         in_vain = isinstance(error, StrataError) and error.code in _IN_VAIN
         if endpoint not in inference.engines or inference.fallback or in_vain:
-            return RequeueRouted(future_id)
+            if inference.unroutable == "ranks" or (inference.fallback and not in_vain):
+                return RequeueRouted(future_id)
+            unsupported = isinstance(error, StrataError) and error.code is Code.UNSUPPORTED
+            failed = ops.Failed("user" if unsupported else "server", f"an inference engine failed to draw it: {error}")
+            return CompleteRouted(future_id, failed, self._store.clock.wall_s())
         # An engine that was down already has not seen the sample.
         self._failures[future_id] += isinstance(error, StrataError) and bool(error.detail.get("connected", True))
         if self._failures[future_id] >= MAX_FAILURES:

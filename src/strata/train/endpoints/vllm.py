@@ -1,5 +1,5 @@
-"""Adapter for the engine vLLM: loading LoRA adapters and full weights, completions with log probabilities, streams,
-detection of a restarted engine.
+"""Adapter for the engine vLLM: loading LoRA adapters and full weights, samples, detection of a restarted engine and of
+which log probabilities it reports.
 
 Adapters need `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` and `--enable-lora`, full models `VLLM_SERVER_DEV_MODE=1`, sleep
 that and `--enable-sleep-mode`.
@@ -11,17 +11,25 @@ process, by its start time; a sample counts only if both were the same before an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import msgspec
-import numpy as np
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.sampling import MAX_RESULT_BYTES, SampledPart, SampledSequence, SampleOperation, SampleResult
-from strata.train.endpoints.client import MAX_EXCERPT, EngineClient, EngineReply, engine_error
+from strata.train.core.sampling import SampledPart, SampleOperation, SampleResult
+from strata.train.endpoints.client import MAX_REPLY, EngineClient, EngineReply, engine_error
 from strata.train.endpoints.engine import ModelVersion, ReportPart
+from strata.train.endpoints.vllm_completions import (
+    Completion,
+    CompletionStream,
+    check_prompt_size,
+    completion_bytes,
+    completion_request,
+    forced_token_request,
+    is_forced,
+    read_completion,
+)
 from strata.train.settings import InferenceSettings
 
 LIST_S: Final = 10.0
@@ -33,46 +41,11 @@ _START_TIME: Final = b"\nprocess_start_time_seconds "
 class _Card(msgspec.Struct):
     id: str
     parent: str | None = None
+    max_model_len: int | None = None
 
 
 class _Cards(msgspec.Struct):
     data: Sequence[_Card]
-
-
-class _Logprobs(msgspec.Struct):
-    token_logprobs: Sequence[float]
-
-
-class _Choice(msgspec.Struct):
-    index: int
-    token_ids: Sequence[int]
-    logprobs: _Logprobs
-    finish_reason: str
-
-
-class _Completion(msgspec.Struct):
-    model: str
-    choices: Sequence[_Choice]
-
-
-class _PartChoice(msgspec.Struct):
-    index: int
-    token_ids: Sequence[int] | None = None
-    logprobs: _Logprobs | None = None
-    finish_reason: str | None = None
-
-
-class _Event(msgspec.Struct):
-    """An event of a stream: a part of some choices, or an error."""
-
-    model: str = ""
-    choices: Sequence[_PartChoice] = ()
-    error: Any = None
-
-
-_events: Final = msgspec.json.Decoder(_Event)
-_DATA: Final = b"data: "
-_LAST: Final = b"[DONE]"
 
 
 class _Sleeping(msgspec.Struct):
@@ -90,6 +63,9 @@ class VllmEngine:
         self._sample_s = settings.sample_timeout_s
         self._full: tuple[str, str] | None = None
         """The full version that was loaded, and the start time of the process that loaded it."""
+        self._processed: bool | None = None
+        """Whether log probabilities are of the distribution that tokens are drawn from; None until that was tried."""
+        self._trying = asyncio.Lock()
 
     async def close(self) -> None:
         await self._client.close()
@@ -105,6 +81,8 @@ class VllmEngine:
 
     async def load_version(self, version: ModelVersion) -> None:
         await asyncio.to_thread(version.check)
+        # Weights are loaded into every new process before it can be sampled, and it may have other arguments.
+        self._processed = None
         if version.full:
             await self._load_full(version)
             return
@@ -169,26 +147,57 @@ class VllmEngine:
     async def sample(
         self, version: ModelVersion, sample: SampleOperation, seed: int, report: ReportPart
     ) -> SampleResult:
-        model = version.name
+        model, base = version.name, None
+        if version.full or sample.params.max_tokens is None:
+            base = next((card for card in await self._cards() if card.parent is None), None)
         if version.full:
             await self._check_full(version)
-            model = next((card.id for card in await self._cards() if card.parent is None), "")
-        stream = _Stream(sample, report) if sample.stream else None
-        reply = await self._client.post(
-            "/v1/completions",
-            request(model, sample, seed),
-            timeout_s=self._sample_s,
-            read_line=None if stream is None else stream.read_line,
-        )
+            model = base.id if base else ""
+        if sample.params.modifies_distribution and not await self._reports_processed(model, sample):
+            raise StrataError(
+                Code.UNSUPPORTED,
+                "the engine's log probabilities are not those of the distribution that it draws from: it was started "
+                "without --logprobs-mode processed_logprobs",
+            )
+        result = await self._draw(model, sample, seed, report, base.max_model_len if base else None)
+        if version.full:
+            await self._check_full(version)
+        return result
+
+    async def _draw(
+        self, model: str, sample: SampleOperation, seed: int, report: ReportPart, context: int | None
+    ) -> SampleResult:
+        check_prompt_size(sample)
+        body = completion_request(model, sample, seed, context)
+        stream = None
+        # vLLM does not stream what it says of a prompt. A stream is of any size: each line is read and forgotten.
+        if not sample.wants_prompt and (sample.stream or completion_bytes(sample, body["max_tokens"]) > MAX_REPLY):
+            stream = CompletionStream(sample, report if sample.stream else _forget)
+        body["stream"] = stream is not None
+        reply = await self._complete(body, None if stream is None else stream.read_line)
+        if stream is not None:
+            return read_completion(stream.completion(), model, sample)
+        return await asyncio.to_thread(lambda: read_completion(reply.read(Completion), model, sample))
+
+    async def _complete(self, body: dict[str, Any], read_line: Callable[[bytes], None] | None = None) -> EngineReply:
+        reply = await self._client.post("/v1/completions", body, timeout_s=self._sample_s, read_line=read_line)
         if reply.status == 404:
-            raise StrataError(Code.NOT_FOUND, f"the engine does not have {version.name}")
+            raise StrataError(Code.NOT_FOUND, f"the engine does not have {body['model']}")
         if reply.status in _REJECTED:
             raise StrataError(Code.UNSUPPORTED, f"the engine rejects it: {reply.excerpt}")
         if reply.status != 200:
             raise engine_error(reply, "completions")
-        if version.full:
-            await self._check_full(version)
-        return result(reply.read(_Completion) if stream is None else stream.completion(), model, sample)
+        return reply
+
+    async def _reports_processed(self, model: str, sample: SampleOperation) -> bool:
+        """Tries it: a token that is the only one allowed has the probability 1 then. The model itself cannot give that
+        to two tokens at one place."""
+        async with self._trying:
+            if self._processed is None:
+                bodies = [forced_token_request(model, sample.prompt, token) for token in (0, 1)]
+                replies = await asyncio.gather(*(self._complete(body) for body in bodies))
+                self._processed = all(is_forced(reply.read(Completion)) for reply in replies)
+            return self._processed
 
     async def _check_full(self, version: ModelVersion) -> None:
         if self._full is None or self._full[0] != version.name or self._full[1] != await self._start_time():
@@ -209,114 +218,5 @@ class VllmEngine:
         return rest.partition(b"\n")[0].decode("ascii", "replace")[:64]
 
 
-def request(model: str, sample: SampleOperation, seed: int) -> dict[str, Any]:
-    params = sample.params
-    return {
-        "model": model,
-        "prompt": np.frombuffer(sample.prompt, "<i4").tolist(),
-        # Greedy samples are all the same, and engines reject n > 1 for them.
-        "n": 1 if params.temperature == 0 else sample.num_samples,
-        "max_tokens": params.max_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k if params.top_k > 0 else -1,
-        "seed": seed,
-        "stop_token_ids": list(params.stop_tokens),
-        "ignore_eos": not params.end_tokens,
-        "logprobs": 0,
-        "stream": sample.stream,
-        "return_token_ids": True,
-        "skip_special_tokens": False,
-    }
-
-
-@dataclass
-class _Drawn:
-    """What a stream has brought of a choice."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: str = ""
-
-
-class _Stream:
-    """Reads the events of a stream, reports their tokens, and puts the completion together."""
-
-    def __init__(self, sample: SampleOperation, report: ReportPart) -> None:
-        greedy = sample.params.temperature == 0
-        self._copies, self._choices = (sample.num_samples, 1) if greedy else (1, sample.num_samples)
-        self._room = MAX_RESULT_BYTES // (2 * np.dtype("<f4").itemsize)
-        self._report = report
-        self._model = ""
-        self._drawn: dict[int, _Drawn] = {}
-        self._ended = False
-
-    def read_line(self, line: bytes) -> None:
-        if not line.startswith(_DATA):
-            return
-        data = line.removeprefix(_DATA).strip()
-        if data == _LAST:
-            self._ended = True
-            return
-        try:
-            event = _events.decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise StrataError(Code.UNAVAILABLE, f"the engine's stream cannot be read: {error}") from None
-        if event.error is not None:
-            raise StrataError(Code.UNAVAILABLE, f"the engine failed: {str(event.error)[:MAX_EXCERPT]!r}")
-        self._model = event.model or self._model
-        for choice in event.choices:
-            self._read(choice)
-
-    def _read(self, choice: _PartChoice) -> None:
-        tokens = list(choice.token_ids or ())
-        logprobs = [] if choice.logprobs is None else list(choice.logprobs.token_logprobs)
-        self._room -= max(len(tokens), len(logprobs))
-        if self._room < 0 or not 0 <= choice.index < self._choices:
-            raise StrataError(Code.UNAVAILABLE, "the engine's stream has more than was requested")
-        drawn = self._drawn.setdefault(choice.index, _Drawn())
-        start = len(drawn.tokens)
-        drawn.tokens += tokens
-        drawn.logprobs += logprobs
-        drawn.finish_reason = choice.finish_reason or drawn.finish_reason
-        # The last token may be one that is not shown.
-        shown = len(tokens) - (1 if drawn.finish_reason else 0)
-        if shown > 0:
-            packed, numbers = _pack(tokens[:shown], logprobs[:shown])
-            # Greedy samples are all the same, and one was drawn for all of them.
-            for index in range(self._copies) if self._copies > 1 else (choice.index,):
-                self._report(SampledPart(index, start, packed, numbers))
-
-    def completion(self) -> _Completion:
-        if not self._ended:
-            raise StrataError(Code.UNAVAILABLE, "the engine's stream broke off")
-        choices = [
-            _Choice(index, drawn.tokens, _Logprobs(drawn.logprobs), drawn.finish_reason)
-            for index, drawn in self._drawn.items()
-        ]
-        return _Completion(self._model, choices)
-
-
-def result(completion: _Completion, model: str, sample: SampleOperation) -> SampleResult:
-    """UNAVAILABLE unless the reply has every requested number, from the requested weights."""
-    choices = sorted(completion.choices, key=lambda choice: choice.index)
-    wanted = 1 if sample.params.temperature == 0 else sample.num_samples
-    if completion.model != model or len(choices) != wanted:
-        raise StrataError(Code.UNAVAILABLE, f"the engine replied with {len(choices)} samples of {completion.model!r}")
-    sequences = [_sequence(choice) for choice in choices]
-    return SampleResult(sequences * (sample.num_samples if wanted == 1 and sample.num_samples > 1 else 1))
-
-
-def _sequence(choice: _Choice) -> SampledSequence:
-    tokens, logprobs = _pack(choice.token_ids, choice.logprobs.token_logprobs)
-    stopped: Literal["stop", "length"] = "length" if choice.finish_reason == "length" else "stop"
-    return SampledSequence(tokens, logprobs, stopped)
-
-
-def _pack(tokens: Sequence[int], logprobs: Sequence[float]) -> tuple[bytes, bytes]:
-    if not tokens or len(tokens) != len(logprobs) or not np.isfinite(logprobs).all():
-        raise StrataError(Code.UNAVAILABLE, "the engine's log probabilities are not those of its tokens")
-    try:
-        return np.asarray(tokens, "<i4").tobytes(), np.asarray(logprobs, "<f4").tobytes()
-    except OverflowError:
-        raise StrataError(Code.UNAVAILABLE, "the engine's tokens are out of range") from None
+def _forget(part: SampledPart) -> None:
+    """No client reads the tokens while they are sampled."""

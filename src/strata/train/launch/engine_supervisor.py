@@ -25,6 +25,7 @@ from strata.base import log
 from strata.base.atomic import write_file, write_json
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
+from strata.train.core.sampling import MAX_TOP_K
 from strata.train.device_permit import read_permit
 from strata.train.endpoints.engine_report import EngineCondition, EngineReport
 from strata.train.hugging_face import find_folder
@@ -97,6 +98,7 @@ def engine_command(
         *("--model", str(find_folder(model.path) or model.path), "--served-model-name", model.base_model),
         *("--dtype", settings.by_device.dtype, "--uds", str(settings.engine_socket(name))),
         *("--enable-server-load-tracking", "--disable-uvicorn-access-log"),
+        *("--logprobs-mode", "processed_logprobs", "--max-logprobs", str(MAX_TOP_K)),
     ]
     variables = {
         "VLLM_API_KEY": key,

@@ -7,7 +7,7 @@ Both live as long as the process. Nothing is decided by them, and nothing of the
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -29,6 +29,7 @@ from strata.train.core.facts import (
 )
 from strata.train.core.inputs import Decision, Dispatching
 from strata.train.core.ops import ForwardBackward, InlinePayload, PassDone, Result, StepDone, decode_pass_metrics
+from strata.train.core.publishing import ranks_reason
 from strata.train.core.replay_differences import KINDS, ReplayDifferences, sum_differences
 from strata.train.core.state import TrainState
 from strata.train.orchestrator.rollout_recorder import RolloutRecorder
@@ -74,6 +75,9 @@ class OrchestratorMetrics:
         self.routed = counter("routed_samples_total", "Samples that were routed to an endpoint", "endpoint")
         self.returned = counter(
             "returned_samples_total", "Samples that an endpoint failed to draw, by who is next", "to"
+        )
+        self.unroutable = counter(
+            "unroutable_samples_total", "Samples that the ranks began because no engine draws them, by reason", "reason"
         )
         self.prefilled = counter(
             "prompt_tokens_total", "Tokens of prompts, by whether the prefix cache had them", "cached"
@@ -206,6 +210,8 @@ class ServerTelemetry:
         self.timelines = Timelines(keep)
         self.metrics = OrchestratorMetrics()
         self.curves = LearningCurves()
+        self.unroutable: Counter[str] = Counter()
+        """Samples that the ranks began because no engine draws them, by reason."""
         self.rollouts = RolloutRecorder(clock, gap_alarm_nats, rollouts, self._record_gap)
         self.trained, self.sampled = Rate(), Rate()
         self.throughput = ThroughputHistory()
@@ -236,9 +242,19 @@ class ServerTelemetry:
         for fact in decision.facts:
             if isinstance(fact, SnapshotCommitted):
                 self._snapshot = fact
+            elif isinstance(fact, Dispatched) and fact.slice is not None and state.rules.route:
+                self._record_unroutable(state, fact.future_ids)
         if self._traces:
             for future_id in decision.ended:
                 self._traces.pop(future_id, None)
+
+    def _record_unroutable(self, state: TrainState, future_ids: Sequence[str]) -> None:
+        for future_id in future_ids:
+            sample = state.sampling.get(future_id)
+            reason = None if sample is None else ranks_reason(state, future_id, sample)
+            if reason is not None:
+                self.unroutable[reason] += 1
+                self.metrics.unroutable.labels(reason).inc()
 
     def record_traced(self, future_id: str, traceparent: str) -> None:
         """An operation was submitted by a request that is traced; empty: it is not."""

@@ -405,6 +405,7 @@ def rules_of(settings: ServerSettings) -> Rules:
         engines=settings.inference.engines,
         device_turn_s=settings.inference.turn_s if settings.inference.takes_turns else 0.0,
         fallback=settings.inference.fallback,
+        refuse_unroutable=settings.inference.unroutable == "refuse",
         # An engine has one model of full fine-tunes at a time.
         keep_versions=1 if settings.model.training == "full" else settings.inference.keep,
         snapshot_dispatches=settings.snapshots.every_dispatches,

@@ -158,6 +158,7 @@ def _server_status(
         engines=[
             each if only is None else msgspec.structs.replace(each, reason="") for each in engine_statuses(settings)
         ],
+        unroutable=dict(telemetry.unroutable),
         device_turn=device_turn_status(state),
     )
 

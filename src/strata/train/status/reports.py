@@ -250,6 +250,8 @@ class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The mean gap between sampler and trainer above which a model is in `high_gaps`; 0: no alarm."""
     high_gaps: Sequence[HighGapStatus] = ()
     engines: Sequence[EngineStatus] = ()
+    unroutable: Mapping[str, int] = {}
+    """Samples that the ranks began since this orchestrator leads, because no engine draws them: by reason."""
     stopped: Sequence[StoppedStatus] = ()
     stopped_models: int = 0
     """Those of all tenants."""

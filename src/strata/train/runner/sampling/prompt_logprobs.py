@@ -22,7 +22,7 @@ from strata.train.core.sampling import (
 )
 from strata.train.runner.lora.hooks import Span
 from strata.train.runner.sampling.inference_model import InferenceModel
-from strata.train.runner.sampling.sampling_ops import SeededRng, draw, is_greedy
+from strata.train.runner.sampling.sampling_ops import SeededRng, draw
 from strata.train.runner.sampling.sequences import SequenceGroup, rng_name, tokens_from, top_logprobs, top_of
 
 
@@ -148,7 +148,7 @@ class _PromptDraws:
     def __init__(self, sample: SampleOperation) -> None:
         self._k = sample.prompt_draws
         self._temperature = sample.params.temperature
-        self._greedy = is_greedy(sample.params)
+        self._greedy = sample.params.is_greedy
         # A generator of its own: the number of draws must not change what is sampled after the prompt.
         self._rng = SeededRng(f"{rng_name(sample)}/prompt")
         self._tokens: list[torch.Tensor] = [torch.zeros((0, self._k), dtype=torch.int32)]

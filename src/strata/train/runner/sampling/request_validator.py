@@ -12,13 +12,12 @@ import msgspec
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.sampling import SampleOperation, check_result_size
+from strata.train.core.sampling import MAX_TOP_K, SampleOperation, check_result_size
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.sampling.kv_cache import slot_length
 from strata.train.runner.sampling.sequences import Decode, tokens_from
 
 MAX_SAMPLES: Final = 1024
-MAX_TOP_K: Final = 1024
 
 
 class SamplerLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Samples tokens from logits: temperature (greedy below 1e-6), top-k, top-p, seeded draws, and their log probabilities.
+"""Samples tokens from logits: temperature, top-k, top-p, seeded draws, and their log probabilities.
 
 Everything works on a whole batch at once, each row with its own parameters. A row's draw needs one number between 0
 and 1, which comes from the sequence's own seeded random number generator: it is the same whatever else is in the batch,
@@ -20,8 +20,6 @@ from strata.train.core.sampling import SampleParams
 DRAWN_AT_ONCE: Final = 128
 TOP_P_HEAD: Final = 256
 """How many of the likeliest tokens top-p looks at first; all are sorted only where these are not enough."""
-GREEDY_BELOW: Final = 1e-6
-"""A temperature below this is 0: greedy decoding."""
 
 
 class SeededRng:
@@ -40,15 +38,11 @@ class SeededRng:
         return self._drawn.pop()
 
 
-def is_greedy(params: SampleParams) -> bool:
-    return params.temperature < GREEDY_BELOW
-
-
 class LogitsProcessor:
     """Temperature, top-k and top-p of each row of a batch."""
 
     def __init__(self, params: Sequence[SampleParams], vocabulary: int, device: torch.device) -> None:
-        self.greedy = [is_greedy(row) for row in params]
+        self.greedy = [row.is_greedy for row in params]
         self.draws = not all(self.greedy)
         temperatures = [_temperature(row) for row in params]
         warm = any(temperature != 1.0 for temperature in temperatures)
@@ -64,7 +58,7 @@ class LogitsProcessor:
 
 
 def _temperature(params: SampleParams) -> float:
-    return 1.0 if is_greedy(params) else params.temperature
+    return 1.0 if params.is_greedy else params.temperature
 
 
 def _top_k(params: SampleParams, vocabulary: int) -> int:
@@ -72,7 +66,7 @@ def _top_k(params: SampleParams, vocabulary: int) -> int:
 
 
 def _is_truncated(params: SampleParams, vocabulary: int) -> bool:
-    return not is_greedy(params) and (_top_k(params, vocabulary) < vocabulary or params.top_p < 1.0)
+    return not params.is_greedy and (_top_k(params, vocabulary) < vocabulary or params.top_p < 1.0)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from strata.train.core.sampling import (
 )
 from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.sampling.kv_cache import KVPool
-from strata.train.runner.sampling.sampling_ops import SeededRng, is_greedy
+from strata.train.runner.sampling.sampling_ops import SeededRng
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -130,7 +130,7 @@ class RunningSequence:
     def __post_init__(self) -> None:
         sample = self.group.sample
         params = sample.params
-        if not is_greedy(params):
+        if not params.is_greedy:
             self.rng = SeededRng(f"{rng_name(sample)}/{self.index}")
         self.length = len(self.group.prompt)
         if (drawn := self.group.drawn.get(self.index)) is not None:
