@@ -171,6 +171,15 @@ def _try_chat(model: str) -> None:
         print_error(f"its chat template rejects a chat of one message: {rendered.error}")
 
 
+def _towers(report: Any) -> str:
+    from strata.base.support import say_experimental
+
+    towers = ", ".join(report.towers)
+    if report.no_images:
+        return f"it is trained on text alone, and its {towers} never: {report.no_images}"
+    return say_experimental(f"passes take images, and its {towers} are never trained", "images")
+
+
 def _print_report(report: Any, output: Format) -> None:
     from strata.cli.fleet.client import format_bytes
     from strata.train.plan.defaults import settings_lines
@@ -182,7 +191,7 @@ def _print_report(report: Any, output: Format) -> None:
     if report.rows:
         print_error(report.rows)
     if report.towers and report.support != "no":
-        print_error(f"it is trained on text alone, and its {', '.join(report.towers)} never")
+        print_error(_towers(report))
     if report.support == "unproven":
         print_error(
             "no test has compared it with the unmodified model; 'strata serve' does when it starts, and refuses it if "

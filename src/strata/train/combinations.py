@@ -8,7 +8,7 @@ about is supported. What has to divide what is in `parallel`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -19,6 +19,9 @@ from strata.train.parallel import ParallelSettings
 from strata.train.plan.fused_kernels import AttentionKernel, FusedLayers
 from strata.train.plan.quantisation import Quantise
 
+if TYPE_CHECKING:
+    from strata.train.settings import ServerSettings
+
 CombinationLevel = Literal["supported", "experimental", "refused"]
 
 EXPERT_FAMILIES: Final = frozenset({"qwen3_moe", "gpt_oss", "deepseek_v3"})
@@ -26,6 +29,7 @@ TENSOR_FAMILIES: Final = frozenset({"llama", "qwen3", "gemma3_text"}) | EXPERT_F
 PIPELINE_FAMILIES: Final = frozenset({"llama", "qwen3", "gemma3_text", "qwen3_moe"})
 FUSED_FAMILIES: Final = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"})
 CONTEXT_FAMILIES: Final = TENSOR_FAMILIES | {"gemma2"}
+IMAGE_FAMILIES: Final = frozenset({"mistral3"})
 
 ONE_DOCUMENT: Final = "one document per row"
 
@@ -142,6 +146,18 @@ PAIRS: Final = (
         "leave model.attention out",
     ),
     PairRow("model.training", "the optimizer muon", "all weights of a model are stepped with AdamW"),
+    *(
+        PairRow(setting, "images", "images were compared with LoRA on shards and copies of plain models alone")
+        for setting in (
+            *_SPLITS,
+            "model.training",
+            "model.quantise",
+            "model.compile",
+            "model.offload",
+            "model.fused_layers",
+            "model.attention",
+        )
+    ),
 )
 FAMILIES: Final = (
     FamilyRow(
@@ -165,6 +181,7 @@ FAMILIES: Final = (
         "experimental",
         "context groups were not compared with one process for {family}",
     ),
+    FamilyRow("images", IMAGE_FAMILIES, "refused", "{family} takes no images here, only {families}"),
 )
 
 
@@ -192,6 +209,7 @@ class Combination(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = ""
     optimizer: OptimizerName = "adamw"
     samples: bool = False
+    images: bool = False
     is_planned: bool = False
     config: Mapping[str, Any] | None = None
     """The model's `config.json`, if it is known."""
@@ -217,6 +235,7 @@ class Combination(msgspec.Struct, frozen=True, kw_only=True):
             "model.offload": self.offload,
             "inference.engine": self.engine,
             "sampling": self.samples,
+            "images": self.images,
             "a memory plan": self.is_planned,
             "quantised files": bool(config.get("quantization_config")),
             "attn_temperature_tuning": is_tuned,
@@ -225,6 +244,21 @@ class Combination(msgspec.Struct, frozen=True, kw_only=True):
             **dict.fromkeys((f"rotary embeddings of type {kind}" for kind in _rope_types(text)), True),
         }
         return {**self.parallel.features, **{name: value for name, value in optional.items() if value}}
+
+
+def combination_of(settings: ServerSettings, config: Mapping[str, Any] | None = None) -> Combination:
+    model = settings.model
+    return Combination(
+        parallel=settings.parallel,
+        training=model.training,
+        quantise=model.quantise,
+        compile=model.compile,
+        fused_layers=model.fused_layers,
+        attention=model.attention,
+        offload=model.offload,
+        engine=settings.inference.engine,
+        config=config,
+    )
 
 
 class Verdict(NamedTuple):

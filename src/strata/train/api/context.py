@@ -6,6 +6,7 @@ Nothing here remembers a client: any API server can take any request.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,11 +33,13 @@ from strata.train.api.sampler_cache import SamplerCache
 from strata.train.api.template_process import TemplateRenderer
 from strata.train.api.text import TextLoader
 from strata.train.core import client_commands, ops
+from strata.train.images import ImageForm
 from strata.train.link import messages
 from strata.train.link.messages import OrchestratorRequest
 from strata.train.payload import Payloads
 from strata.train.settings import METRICS_PREFIX, ServerSettings
 from strata.train.status import queries, views
+from strata.train.wire.images import NO_IMAGES
 
 T = TypeVar("T", bound=messages.Output)
 
@@ -83,6 +86,10 @@ class ApiContext:
     number: int = 0
     """The number among the API servers of this machine."""
     samplers: SamplerCache = field(default_factory=SamplerCache)
+    images: ImageForm | str = NO_IMAGES
+    """How the model takes images, or why it takes none."""
+    decoding: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the request whose images are decoded."""
 
     async def tenant(self, caller: Principal) -> str:
         """Keys of one name are one tenant, so that a key can be replaced by a new one. A name never changes."""

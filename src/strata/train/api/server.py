@@ -30,6 +30,7 @@ from strata.http.root import RootApp
 from strata.http.server import listen, new_loop, server_config, stop_on_signals, url_of
 from strata.identity.authenticate import Authenticator
 from strata.train.api.context import REPLY_TIMEOUT_S, ApiContext, ApiMetrics, OrchestratorPort
+from strata.train.api.images import image_form
 from strata.train.api.keys import load_operator_token
 from strata.train.api.routes import application
 from strata.train.api.template_process import TemplateRenderer
@@ -100,6 +101,7 @@ class APIServer:
                 clock=clock,
                 ids=Ids(clock),
                 text=TextLoader(settings.model.path),
+                images=await asyncio.to_thread(image_form, settings),
                 templates=templates,
                 reply_timeout_s=self._reply_timeout_s,
                 pace=self._pace,

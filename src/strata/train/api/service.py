@@ -15,6 +15,7 @@ from strata.identity.roles import CallerKind, Role
 from strata.train.api.context import ApiCall
 from strata.train.api.front import SEES_ALL
 from strata.train.core import client_commands, ops
+from strata.train.images import ImageForm
 from strata.train.status import queries, views
 from strata.train.status.reports import (
     ActivityView,
@@ -53,7 +54,11 @@ async def capabilities(call: ApiCall) -> replies.Capabilities:
     """The models that can be trained here."""
     server = await call.request(queries.DescribeServer(), views.ServerView)
     model = replies.SupportedModel(
-        model_name=server.base_model, max_context_length=server.max_context, trainable=True, sampleable=True
+        model_name=server.base_model,
+        max_context_length=server.max_context,
+        trainable=True,
+        sampleable=True,
+        images=isinstance(call.context.images, ImageForm),
     )
     return replies.Capabilities(supported_models=[model])
 

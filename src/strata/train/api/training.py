@@ -4,6 +4,7 @@ gradients.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 from strata.base.errors import Code, StrataError
@@ -13,7 +14,10 @@ from strata.http.reading import offload
 from strata.http.route import KIB, LIMIT_FROM_SETTINGS, READS, RESEARCHER, VIEWER, RawBody, Route
 from strata.train.api.context import ApiCall
 from strata.train.api.futures import operation_route
+from strata.train.api.images import decode_images
 from strata.train.core import client_commands, ops
+from strata.train.images import ImageForm
+from strata.train.payload import Payloads
 from strata.train.status import queries, views
 from strata.train.wire import bodies, native, replies, tinker, tinker_json
 from strata.train.wire.pass_request import PassRequest
@@ -53,7 +57,8 @@ async def _accept_pass(
 
     A small batch is stored by the journal: nothing of it is worth a change of threads.
     """
-    read = await offload(body.content, lambda: _read_and_encode(body, forward_only=forward_only))
+    images = call.context.images
+    read = await offload(body.content, lambda: _read_and_encode(body, images, forward_only=forward_only))
     if isinstance(read, ops.MalformedOperation):
         return read
     request, encoded = read
@@ -62,8 +67,20 @@ async def _accept_pass(
         if isinstance(completed, ops.MalformedOperation):
             return completed
         request, encoded = completed, completed.encoded()
+    if request.images:
+        # Pixels of one request at a time: they are many times the bytes of its body.
+        async with call.context.decoding:
+            return await asyncio.to_thread(_decode_and_keep, request, call.context.payloads)
     large = len(encoded) > ops.INLINE_BYTES
     return request.operation(await offload(encoded, lambda: call.context.payloads.keep(encoded), large=large))
+
+
+def _decode_and_keep(request: PassRequest, payloads: Payloads) -> ops.ForwardBackward | ops.MalformedOperation:
+    try:
+        decoded = decode_images(request)
+    except StrataError as error:
+        return request.key.malformed(error)
+    return decoded.operation(payloads.keep(decoded.encoded()))
 
 
 async def _with_custom_loss(call: ApiCall, request: PassRequest) -> PassRequest | ops.MalformedOperation:
@@ -80,18 +97,20 @@ async def _with_custom_loss(call: ApiCall, request: PassRequest) -> PassRequest 
     return replace(request, custom=view.loss)
 
 
-def _read_and_encode(body: RawBody, *, forward_only: bool) -> tuple[PassRequest, bytes] | ops.MalformedOperation:
-    request = _read_pass(body, forward_only=forward_only)
+def _read_and_encode(
+    body: RawBody, images: ImageForm | str, *, forward_only: bool
+) -> tuple[PassRequest, bytes] | ops.MalformedOperation:
+    request = _read_pass(body, images, forward_only=forward_only)
     return request if isinstance(request, ops.MalformedOperation) else (request, request.encoded())
 
 
-def _read_pass(body: RawBody, *, forward_only: bool) -> PassRequest | ops.MalformedOperation:
+def _read_pass(body: RawBody, images: ImageForm | str, *, forward_only: bool) -> PassRequest | ops.MalformedOperation:
     if body.media_type == tinker.MEDIA_TYPE and not forward_only:
-        return tinker.read_pass(body.content)
+        return tinker.read_pass(body.content, images)
     if body.media_type == native.MEDIA_TYPE and not forward_only:
         return native.read_pass(body.content)
     if body.media_type == JSON:
-        return tinker_json.read_pass(body.content, forward_only=forward_only)
+        return tinker_json.read_pass(body.content, images, forward_only=forward_only)
     raise HttpRefusal(415, Code.UNSUPPORTED, f"a batch is read as protobuf or JSON, not as {body.media_type!r}")
 
 

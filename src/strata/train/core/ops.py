@@ -66,12 +66,25 @@ class Sparse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="csr")
 Tensor = Dense | Sparse
 
 
-class Datum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Image(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An image of a datum, decoded and resized to what the model takes: the same numbers in every replay."""
+
+    start: int
+    """The first of the tokens that stand for it."""
+    height: int
+    width: int
+    pixels: bytes
+    """Red, green and blue of each pixel, a byte each, row by row."""
+
+
+class Datum(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One sequence to train on: its tokens, and per token what the loss needs (targets, weights, advantages, …)."""
 
     tokens: bytes
     """int32, little-endian."""
     inputs: Annotated[Mapping[str, Tensor], msgspec.Meta(max_length=MAX_INPUTS)]
+    images: Sequence[Image] = ()
+    """In the order of their tokens."""
 
     @property
     def length(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any, Final
 from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.base.support import report_experimental
-from strata.train.combinations import Combination, assess, check_combination
+from strata.train.combinations import assess, check_combination, combination_of
 from strata.train.hugging_face import find_folder
 from strata.train.plan.defaults import ResolvedSettings
 from strata.train.plan.device_placement import DevicePlacement
@@ -67,7 +67,7 @@ def check_hosts(settings: ServerSettings) -> None:
 def check_features(settings: ServerSettings) -> None:
     """INVALID if features that the settings ask for do not work together, or not with the model. It does not ask what
     this machine has: ranks may be on others."""
-    check_combination(server_combination(settings))
+    check_combination(combination_of(settings, _config(settings)))
     if settings.inference.takes_turns and settings.ranks.mode != "auto":
         raise StrataError(
             Code.INVALID,
@@ -84,7 +84,8 @@ def check_features(settings: ServerSettings) -> None:
 
 def report_experimental_features(resolution: ResolvedSettings) -> None:
     """Log a line for each feature of the server that is experimental, alone or in this combination."""
-    combination, ranks = server_combination(resolution.settings), resolution.settings.ranks
+    settings, ranks = resolution.settings, resolution.settings.ranks
+    combination = combination_of(settings, _config(settings))
     devices = (resolution.device, "nccl" if ranks.backend == "nccl" else "")
     turns = "inference.share_devices" if resolution.settings.inference.takes_turns else ""
     hosts = "hosts.listen" if resolution.settings.hosts.listen else ""
@@ -93,21 +94,6 @@ def report_experimental_features(resolution: ResolvedSettings) -> None:
     verdict = assess(combination)
     if verdict.level == "experimental":
         _log.warning("experimental_feature", name=verdict.features[0], reason=verdict.why)
-
-
-def server_combination(settings: ServerSettings) -> Combination:
-    model = settings.model
-    return Combination(
-        parallel=settings.parallel,
-        training=model.training,
-        quantise=model.quantise,
-        compile=model.compile,
-        fused_layers=model.fused_layers,
-        attention=model.attention,
-        offload=model.offload,
-        engine=settings.inference.engine,
-        config=_config(settings),
-    )
 
 
 def _config(settings: ServerSettings) -> Mapping[str, Any] | None:

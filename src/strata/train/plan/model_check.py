@@ -17,6 +17,7 @@ from strata.base.errors import Code, StrataError
 from strata.train.combinations import Combination, assess, assess_groups
 from strata.train.families import Support, family_of, support_of
 from strata.train.hugging_face import find_folder
+from strata.train.images import find_image_form
 from strata.train.peft.layers import TOWERS
 from strata.train.plan.defaults import Choice, resolve_settings
 from strata.train.plan.device_values import Dtype
@@ -52,6 +53,8 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     """The kinds of layers that adapters can be trained for."""
     towers: Sequence[str]
     """Modules for images and sounds, and their projectors: no pass over text calls them, and they are never trained."""
+    no_images: str
+    """Why passes take no images; empty if they do."""
     sampler: str
     groups: Mapping[str, str]
     """Whether it can be on groups of ranks of each kind and have fused kernels, with the reason."""
@@ -87,6 +90,7 @@ def check_model_files(model: str, machine: Hardware, ranks: int | None = None) -
         rows=outcome.row_sentence,
         lora=outcome.lora,
         towers=sorted({part for name in files.shapes for part in TOWERS.intersection(name.split("."))}),
+        no_images=form if isinstance(form := find_image_form(model, Combination()), str) else "",
         sampler=outcome.sampler,
         groups={
             **{

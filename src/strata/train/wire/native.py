@@ -52,6 +52,8 @@ def read_pass(content: bytes) -> PassRequest | ops.MalformedOperation:
     key = OperationKey.of(head.model_id, head.seq_id)
     try:
         body = _bodies.decode(content)
+        if any(datum.images for datum in body.datums):
+            return key.malformed(StrataError(Code.INVALID, "images are taken as chunks of the tinker protocol alone"))
         return validate_pass(key, body.loss, body.config, body.datums, forward_only=body.forward_only)
     except _BROKEN as error:
         return key.malformed(StrataError(Code.INVALID, f"the body is not a pass: {error}"))

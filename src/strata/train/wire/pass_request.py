@@ -16,6 +16,7 @@ from strata.train.core.loss_graph import CustomLoss
 from strata.train.core.ops import MAX_CONFIG, MAX_NAME
 from strata.train.wire.arrays import check_datums
 from strata.train.wire.fields import invalid_field
+from strata.train.wire.images import PendingImage
 
 MAX_SEQ: Final = 2**31 - 1
 LOSS_ID: Final = "loss_id"
@@ -42,6 +43,8 @@ class PassRequest:
     """The loss, once it was looked up."""
     sampled_tokens: int = 0
     """Sampled tokens of all datums, by their provenance."""
+    images: Sequence[PendingImage] = ()
+    """Those that are to be decoded: the datums have their tokens, and not yet their pixels."""
 
     @property
     def key(self) -> OperationKey:

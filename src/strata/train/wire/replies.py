@@ -65,6 +65,8 @@ class SupportedModel(msgspec.Struct, frozen=True, kw_only=True):
     max_context_length: int
     trainable: bool
     sampleable: bool
+    images: bool
+    """Whether passes take images; the SDK does not read it."""
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,7 +22,9 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.core.ops import MAX_DATUMS, MAX_DIMENSIONS, MAX_NAME, DType
+from strata.train.images import ImageForm
 from strata.train.wire.fields import invalid_field
+from strata.train.wire.images import NO_IMAGES, ImageChunk, ImageChunks
 from strata.train.wire.pass_request import OperationKey, PassRequest, validate_pass
 from strata.train.wire.pb import tinker_pb2 as pb
 from strata.train.wire.sdk_fields import unknown_field
@@ -47,8 +49,9 @@ Inside = Mapping[int, Descriptor | int]
 _TEXTS: Final = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 
-def read_pass(body: bytes) -> PassRequest | ops.MalformedOperation:
-    """INVALID is raised only where not even the key of the operation can be read."""
+def read_pass(body: bytes, images: ImageForm | str = NO_IMAGES) -> PassRequest | ops.MalformedOperation:
+    """INVALID is raised only where not even the key of the operation can be read. `images` is how the model takes them,
+    or why it takes none."""
     check_elements(body, pb.ForwardBackwardRequest.DESCRIPTOR)
     message = pb.ForwardBackwardRequest()
     try:
@@ -62,14 +65,15 @@ def read_pass(body: bytes) -> PassRequest | ops.MalformedOperation:
         if len(message.data) > MAX_DATUMS:
             raise invalid_field("data", f"has {len(message.data)} datums; one operation takes at most {MAX_DATUMS}")
         datums: list[ops.Datum] = []
+        chunks = ImageChunks(images)
         sampled = 0
         for index, sent in enumerate(message.data):
             path = f"data[{index}]"
-            datum = _datum(path, sent)
+            datum = _datum(index, sent, chunks)
             datums.append(datum)
             sampled += _sampled_tokens(path, sent, datum)
         request = validate_pass(key, message.loss_fn, _config(message), datums, forward_only=message.forward_only)
-        return dataclasses.replace(request, sampled_tokens=sampled)
+        return dataclasses.replace(request, sampled_tokens=sampled, images=chunks.pending)
     except StrataError as error:
         return key.malformed(error)
 
@@ -85,26 +89,38 @@ def _config(message: pb.ForwardBackwardRequest) -> Mapping[str, float | str]:
     return config
 
 
-def _datum(path: str, datum: pb.Datum) -> ops.Datum:
+def _datum(number: int, datum: pb.Datum, chunks: ImageChunks) -> ops.Datum:
+    path = f"data[{number}]"
     if unknown := UnknownFieldSet(datum):
         raise _unknown(f"{path}.", datum, unknown)
-    pieces = []
+    pieces: list[bytes] = []
+    size = 0
     for index, chunk in enumerate(datum.model_input):
+        where = f"{path}.model_input[{index}]"
         if unknown := UnknownFieldSet(chunk):
-            raise _unknown(f"{path}.model_input[{index}].", chunk, unknown)
-        kind = chunk.WhichOneof("chunk")
-        if kind != "encoded_text":
-            raise invalid_field(
-                f"{path}.model_input[{index}]", f"this server trains on tokens, not on {kind or 'nothing'}"
-            )
-        text = chunk.encoded_text
-        if unknown := UnknownFieldSet(text):
-            raise _unknown(f"{path}.model_input[{index}].encoded_text.", text, unknown)
-        pieces.append(text.tokens)
+            raise _unknown(f"{where}.", chunk, unknown)
+        match chunk.WhichOneof("chunk"):
+            case "encoded_text":
+                text = chunk.encoded_text
+                if unknown := UnknownFieldSet(text):
+                    raise _unknown(f"{where}.encoded_text.", text, unknown)
+                pieces.append(text.tokens)
+            case "image":
+                image = _image(where, chunk.image)
+                pieces.append(chunks.place(where, number, size // DType.I32.itemsize, image))
+            case kind:
+                raise invalid_field(where, f"this server trains on tokens, not on {kind or 'nothing'}")
+        size += len(pieces[-1])
     sent = datum.loss_fn_inputs
     # Not by items(), which the parser's maps have in Python alone.
     inputs = {name: _tensor(f"{path}.loss_fn_inputs.{name}", sent[name]) for name in sent}
     return ops.Datum(tokens=pieces[0] if len(pieces) == 1 else b"".join(pieces), inputs=inputs)
+
+
+def _image(path: str, image: pb.ImageChunk) -> ImageChunk:
+    if unknown := UnknownFieldSet(image):
+        raise _unknown(f"{path}.image.", image, unknown)
+    return ImageChunk(image.data, image.format, image.expected_tokens if image.HasField("expected_tokens") else None)
 
 
 def _sampled_tokens(path: str, sent: pb.Datum, datum: ops.Datum) -> int:

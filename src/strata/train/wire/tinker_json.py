@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -14,8 +15,10 @@ import numpy.typing as npt
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.core.ops import MAX_DATUMS, DType
+from strata.train.images import ImageForm
 from strata.train.wire.arrays import NUMPY, as_array, to_client_dtype
 from strata.train.wire.fields import invalid_field
+from strata.train.wire.images import NO_IMAGES, ImageChunk, ImageChunks
 from strata.train.wire.pass_request import OperationKey, PassRequest, validate_pass
 from strata.train.wire.tinker import OUTPUT_TYPE
 
@@ -44,6 +47,10 @@ class _Body(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     type: str = "encoded_text"
     tokens: list[int] = []
+    data: bytes = b""
+    """An image, which msgspec reads from base64."""
+    format: str = ""
+    expected_tokens: int | None = None
 
 
 class _ModelInput(msgspec.Struct):
@@ -70,8 +77,11 @@ _datums: Final = msgspec.json.Decoder(_Datum)
 _tensors: Final = msgspec.json.Decoder(TensorJson)
 
 
-def read_pass(body: bytes, *, forward_only: bool) -> PassRequest | ops.MalformedOperation:
-    """INVALID is raised only if not even the key of the operation can be read."""
+def read_pass(
+    body: bytes, images: ImageForm | str = NO_IMAGES, *, forward_only: bool
+) -> PassRequest | ops.MalformedOperation:
+    """INVALID is raised only if not even the key of the operation can be read. `images` is how the model takes them, or
+    why it takes none."""
     head = _decode(_heads, body, "")
     key = OperationKey.of(head.model_id, head.seq_id)
     try:
@@ -83,22 +93,32 @@ def read_pass(body: bytes, *, forward_only: bool) -> PassRequest | ops.Malformed
             raise invalid_field("forward_input" if forward_only else "forward_backward_input", "is missing")
         if len(batch.data) > MAX_DATUMS:
             raise invalid_field("data", f"has {len(batch.data)} datums; one operation takes at most {MAX_DATUMS}")
-        datums = [_datum(f"data[{index}]", raw) for index, raw in enumerate(batch.data)]
-        return validate_pass(key, batch.loss_fn, batch.loss_fn_config or {}, datums, forward_only=forward_only)
+        chunks = ImageChunks(images)
+        datums = [_datum(index, raw, chunks) for index, raw in enumerate(batch.data)]
+        request = validate_pass(key, batch.loss_fn, batch.loss_fn_config or {}, datums, forward_only=forward_only)
+        return dataclasses.replace(request, images=chunks.pending)
     except StrataError as error:
         return key.malformed(error)
 
 
-def _datum(path: str, raw: msgspec.Raw) -> ops.Datum:
+def _datum(number: int, raw: msgspec.Raw, chunks: ImageChunks) -> ops.Datum:
+    path = f"data[{number}]"
     datum = _decode(_datums, raw, path)
-    tokens: list[int] = []
+    pieces: list[bytes] = []
+    size = 0
     for index, chunk in enumerate(datum.model_input.chunks):
-        if chunk.type != "encoded_text":
-            where = f"{path}.model_input.chunks[{index}]"
-            raise invalid_field(where, f"this server trains on tokens, not on {chunk.type[:80]}")
-        tokens += chunk.tokens
+        where = f"{path}.model_input.chunks[{index}]"
+        match chunk.type:
+            case "encoded_text":
+                pieces.append(_to_bytes(f"{path}.model_input", chunk.tokens, DType.I32))
+            case "image":
+                image = ImageChunk(chunk.data, chunk.format, chunk.expected_tokens)
+                pieces.append(chunks.place(where, number, size // DType.I32.itemsize, image))
+            case kind:
+                raise invalid_field(where, f"this server trains on tokens, not on {kind[:80]}")
+        size += len(pieces[-1])
     inputs = {name: _tensor(f"{path}.loss_fn_inputs.{name}", each) for name, each in datum.loss_fn_inputs.items()}
-    return ops.Datum(tokens=_to_bytes(f"{path}.model_input", tokens, DType.I32), inputs=inputs)
+    return ops.Datum(tokens=b"".join(pieces), inputs=inputs)
 
 
 def _tensor(path: str, raw: msgspec.Raw) -> ops.Tensor:

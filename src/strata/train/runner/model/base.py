@@ -23,6 +23,7 @@ from strata.train.core.commands import ModelInfo
 from strata.train.core.model_options import LoraConfig, OptimizerName
 from strata.train.families import ROWS, Rows, family_of, support_of
 from strata.train.hugging_face import find_folder
+from strata.train.images import find_image_form
 from strata.train.plan.fused_kernels import check_fused_kernels
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora.adapter import Adapter
@@ -31,14 +32,19 @@ from strata.train.runner.mesh import blocks_of, make_mesh
 from strata.train.runner.model.compiled import compile_layers, keep_uncompiled, prepare_compiling
 from strata.train.runner.model.expert_parallel import ExpertParallel
 from strata.train.runner.model.fused_kernels import compute_row, kernel_errors, kernels_of, verify_agreement
+from strata.train.runner.model.images import TowerEncoder
 from strata.train.runner.model.loading import RankPart, auto_class, build_skeleton, load_lm, load_sharded, tie_skeleton
 from strata.train.runner.model.process_memory import free_bytes, release_memory
 from strata.train.runner.model.quantised import replace_layers
 from strata.train.runner.model.startup_check import (
+    Reference,
+    compute_image_reference,
     compute_reference,
     find_decoder,
     find_rows,
+    image_row,
     unsupported_errors,
+    why_no_images,
 )
 from strata.train.runner.passes.logprobs import PackedModel, PackedRow
 from strata.train.runner.settings import RunnerSettings
@@ -95,8 +101,11 @@ class BaseModel:
             self.lm, self.adapters = self.packed.lm, self.packed.adapters
             self.all_stages = self.lm if self.mesh.stage.is_only else tie_skeleton(skeleton, settings.model)
             """The model with the modules of all stages. It may have no memory."""
-            # The reference has to be computed before the model gets its hooks.
+            self.images = find_image_form(settings.model, settings.combination)
+            """How rows may have images, or why they have none."""
+            # The references have to be computed before the model gets its hooks.
             reference = compute_reference(self._unmodified_logits, self.vocabulary, ranks.device)
+            of_image = self._image_reference(ranks)
             self._add_hooks(self.lm)
             forms = ROWS[ROWS.index(rows) :] if self.lm._can_set_attn_implementation() else ROWS[-1:]
             if getattr(text, "attention_type", "") == "block_sparse":
@@ -104,9 +113,20 @@ class BaseModel:
                 raise StrataError(Code.UNSUPPORTED, "its attention changes with the documents before")
             self.rows = find_rows(reference, self._checked_logprobs, settings.dtype, ranks, forms)
             """What is in a row."""
+            if of_image is not None:
+                compute = partial(self._checked_logprobs, form=self.rows)
+                self.images = why_no_images(of_image, compute, settings.dtype, ranks) or self.images
             self._use_fused_kernels(reference.row, ranks)
             if not settings.full:
                 require_targets(self.all_stages)
+
+    def _image_reference(self, ranks: RankGroup) -> Reference | None:
+        if isinstance(self.images, str):
+            return None
+        encoder = TowerEncoder(self.lm, self.images)
+        self.packed.images = encoder
+        row = image_row(self.images, self.vocabulary, ranks.device)
+        return compute_image_reference(self._unmodified_logits, encoder, row)
 
     def cut(self, lm: PreTrainedModel) -> None:
         """Leave the modules of this rank's stage, if there are stages."""
@@ -256,9 +276,9 @@ class BaseModel:
         if self.settings.full and small and isinstance(self.packed, FSDPModule):
             self.packed.set_requires_gradient_sync(enabled)
 
-    def _unmodified_logits(self, document: torch.Tensor) -> torch.Tensor:
+    def _unmodified_logits(self, document: torch.Tensor, **images: Any) -> torch.Tensor:
         with self.mesh.tensor.unsplit(), self.mesh.experts.unsplit():
-            logits = self.packed.unmodified_logits(document)
+            logits = self.packed.unmodified_logits(document, **images)
         self._reshard()
         return logits
 

@@ -24,11 +24,13 @@ from transformers import PreTrainedModel
 
 from strata.base.errors import Code, StrataError
 from strata.train.families import Rows
+from strata.train.images import ImageForm
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora.hooks import slice_spans
 from strata.train.runner.model.attention import LATER_TOKENS
+from strata.train.runner.model.images import TowerEncoder
 from strata.train.runner.model.process_memory import is_out_of_memory
-from strata.train.runner.passes.logprobs import PackedRow
+from strata.train.runner.passes.logprobs import PackedRow, RowImage
 
 TOLERANCE: Final = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.5}
 """How far two computations of the same log probability may differ, in nats."""
@@ -108,6 +110,36 @@ def compute_reference(logits: Logits, vocabulary: int, device: torch.device) -> 
     return Reference(row, logprobs[row.logit_indices, row.targets])
 
 
+@torch.no_grad()
+def compute_image_reference(logits: Callable[..., torch.Tensor], encoder: TowerEncoder, row: PackedRow) -> Reference:
+    """The reference of one document with an image."""
+    (image,) = row.images
+    of_document = logits(row.tokens, **encoder.inputs(image.pixels))
+    logprobs = torch.log_softmax(of_document, dim=-1, dtype=torch.float32)
+    return Reference(row, logprobs[row.logit_indices, row.targets])
+
+
+def image_row(form: ImageForm, vocabulary: int, device: torch.device) -> PackedRow:
+    """A document with an image of two rows and three columns of tokens between words."""
+    generator = torch.Generator().manual_seed(0)
+    height, width = 2 * form.side, 3 * form.side
+    words = torch.randint(vocabulary - 1, (LENGTHS[1],), generator=generator)
+    # None of them is the token of images.
+    words += words >= form.token
+    own = torch.tensor(form.tokens(height, width))
+    tokens = torch.cat([words[:4], own, words[4:]])
+    pixels = torch.randint(256, (height, width, 3), dtype=torch.uint8, generator=generator)
+    places = 4 + (own == form.token).nonzero()[:, 0]
+    return PackedRow(
+        tokens=tokens.to(device),
+        documents=[len(tokens)],
+        spans=(),
+        logit_indices=torch.arange(len(tokens), device=device).repeat_interleave(TARGETS),
+        targets=torch.randint(vocabulary, (len(tokens) * TARGETS,), generator=generator).to(device),
+        images=[RowImage(pixels.to(device), places.to(device))],
+    )
+
+
 class _DecoderCalledError(Exception):
     """Ends a forward pass: what comes after the decoder does not matter."""
 
@@ -159,6 +191,21 @@ def find_rows(
         if not ranks.all_reduce_any([failure is not None])[0]:
             return form
     raise failure or StrataError(Code.UNSUPPORTED, "another rank computes other log probabilities")
+
+
+@torch.no_grad()
+def why_no_images(
+    reference: Reference, compute: Callable[[PackedRow], torch.Tensor], dtype: str, ranks: RankGroup
+) -> str:
+    """Says why the model takes no images, if it does not compute one as the unmodified one. All ranks call it."""
+    try:
+        failure = _difference(compute(reference.row), reference.logprobs, dtype)
+    except StrataError as error:
+        if error.code is not Code.UNSUPPORTED:
+            raise
+        failure = error
+    differs = ranks.all_reduce_any([failure is not None])[0]
+    return f"with an image, {failure.message if failure else 'another rank differs'}" if differs else ""
 
 
 def _difference(computed: torch.Tensor, expected: torch.Tensor, dtype: str) -> StrataError | None:

@@ -8,11 +8,11 @@ each document.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -42,6 +42,17 @@ class RowPlaces:
 
 
 @dataclass(frozen=True)
+class RowImage:
+    """An image of a row, on its device."""
+
+    pixels: torch.Tensor
+    """(height, width, 3), a byte for each colour."""
+    places: torch.Tensor
+    """The tokens of the row that it is. None, if it is there for the collectives of other ranks, which have more
+    images."""
+
+
+@dataclass(frozen=True)
 class PackedRow:
     """Documents, and the targets whose log probabilities are wanted: target i is scored by the logits of the token
     `logit_indices[i]`. Targets are in the order of their tokens."""
@@ -54,6 +65,7 @@ class PackedRow:
     targets: torch.Tensor
     start: int = 0
     """The first token of this slice of a row, whose documents `documents` then are."""
+    images: Sequence[RowImage] = ()
     known: RowPlaces | None = None
     """Those of this row if whoever made it knows them. Otherwise they are found out when they are needed, once."""
 
@@ -162,6 +174,18 @@ class DecoderAndHead:
         return logits[0]
 
 
+class ImageEncoder(Protocol):
+    """What a rank computes of images before the decoder (`model/images`)."""
+
+    def embed(self, tokens: torch.Tensor, images: Sequence[RowImage]) -> torch.Tensor:
+        """The embeddings of a row, (1, tokens, width), with those of its images in their places."""
+        ...
+
+    def attention(self, kernel: str) -> Mapping[str, str]:
+        """Returns by which attention each part of the model computes, if its decoder has this one."""
+        ...
+
+
 class PackedModel(nn.Module):
     """The base model as a function from a packed row to log probabilities of its targets.
 
@@ -179,16 +203,19 @@ class PackedModel(nn.Module):
         self.stage = stage
         self.context = context
         self._own_attention = True
+        self.images: ImageEncoder | None = None
+        """Set if rows may have images."""
         config = lm.config.get_text_config(decoder=True)
         self._vocabulary, self._width = int(config.vocab_size), int(config.hidden_size)
         self._chunk = max(1, logits_bytes // (4 * self._vocabulary))
         """Tokens whose logits are in memory at once."""
 
-    def unmodified_logits(self, document: torch.Tensor) -> torch.Tensor:
-        """The logits of one document, by the model's own `forward`, or stage by stage by that of its decoder."""
+    def unmodified_logits(self, document: torch.Tensor, **images: Any) -> torch.Tensor:
+        """The logits of one document, by the model's own `forward`, or stage by stage by that of its decoder. `images`
+        are what its `forward` takes beside the tokens."""
         if not self.stage.is_only:
             return self._logits_of_stages(document)
-        logits = self.lm(input_ids=document[None], use_cache=False).logits
+        logits = self.lm(input_ids=document[None], use_cache=False, **images).logits
         assert isinstance(logits, torch.Tensor)
         return logits[0]
 
@@ -199,8 +226,11 @@ class PackedModel(nn.Module):
         self.stage.send(hidden[None], 0)
         return self.stage.share(torch.empty(len(document), self._vocabulary, device=document.device))
 
-    def _inputs(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns what the decoder begins with: tokens, or what the previous stage has made of them."""
+    def _inputs(self, tokens: torch.Tensor, images: Sequence[RowImage] = ()) -> dict[str, torch.Tensor]:
+        """Returns what the decoder begins with: tokens, embeddings if some of them are images, or what the previous
+        stage has made of them."""
+        if self.images is not None and images:
+            return {"inputs_embeds": self.images.embed(tokens, images)}
         if self.stage.is_first:
             return {"input_ids": tokens[None]}
         return {"inputs_embeds": self.stage.receive((1, len(tokens), self._width), tokens.device)}
@@ -208,13 +238,16 @@ class PackedModel(nn.Module):
     def use_attention(self, *, own: bool) -> None:
         """Computes with ours, which follows the documents of a row, or with the family's own, which takes one."""
         if self._own_attention != own:
-            self.lm.set_attn_implementation("eager" if own else ATTENTION)
+            kernel = "eager" if own else ATTENTION
+            self.lm.set_attn_implementation(kernel if self.images is None else self.images.attention(kernel))
             self._own_attention = own
 
     def forward(self, row: PackedRow) -> torch.Tensor:
         """The float32 log probability of each target of the row. Only the last stage has them; others return zeros."""
         chunks = self._chunks(row)
-        hidden = self._split.hidden(**self._inputs(row.tokens), **({} if self._own_attention else self._places(row)))
+        hidden = self._split.hidden(
+            **self._inputs(row.tokens, row.images), **({} if self._own_attention else self._places(row))
+        )
         if not self.stage.is_last:
             return self.stage.send(hidden[None], len(row.targets))
         if len(chunks) == 1:

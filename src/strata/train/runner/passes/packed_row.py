@@ -18,7 +18,7 @@ from strata.train.core.model_options import LossName
 from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.lora.hooks import Span
 from strata.train.runner.model.attention_kernels import Documents, document_ends
-from strata.train.runner.passes.logprobs import PackedRow, RowPlaces
+from strata.train.runner.passes.logprobs import PackedRow, RowImage, RowPlaces
 from strata.train.runner.passes.losses import BATCH_FIELDS, RULES, LossBatch, LossInputs
 from strata.train.runner.passes.transfer import HostBuffer
 
@@ -36,6 +36,16 @@ _DTYPES: Final = {
 
 
 @dataclass(frozen=True)
+class DatumImage:
+    """An image of a datum, on the host."""
+
+    pixels: NDArray[np.uint8]
+    """(height, width, 3)."""
+    places: NDArray[np.int64]
+    """The tokens of the datum whose embeddings it gives."""
+
+
+@dataclass(frozen=True)
 class PackedDocument:
     """A datum in its row, ready to be computed."""
 
@@ -49,6 +59,7 @@ class PackedDocument:
     groups: int = 1
     """How many its item has."""
     split: bool = False
+    images: Sequence[DatumImage] = ()
 
     @property
     def place(self) -> Place:
@@ -115,10 +126,15 @@ def group_by_adapter(documents: Sequence[PackedDocument]) -> list[PackedDocument
 
 
 def pack_row(
-    documents: Sequence[PackedDocument], device: torch.device, *, slices: int = 1, losses: bool = True
+    documents: Sequence[PackedDocument],
+    device: torch.device,
+    *,
+    slices: int = 1,
+    losses: bool = True,
+    fillers: Sequence[DatumImage] = (),
 ) -> RowContents:
     """A row of these documents that so many ranks can divide. Without any, a row of one token. `losses` says whether
-    losses are computed of it here."""
+    losses are computed of it here. `fillers` are images beyond those of the documents."""
     lengths = [len(document.inputs.tokens) for document in documents] or [1]
     spans = _spans(documents)
     parts = [document.inputs.tokens for document in documents] or [np.zeros(1, np.int64)]
@@ -138,6 +154,7 @@ def pack_row(
     buffer.add([ends], np.int32)
     batches = _add_batches(documents, buffer) if losses else []
     custom = _add_custom(documents, buffer) if losses else {}
+    images = _add_images(documents, fillers, ends, buffer)
     moved = buffer.move(device)
     tokens, positions, logit_indices, flat_targets, ends_there = moved[:5]
     row = PackedRow(
@@ -146,6 +163,7 @@ def pack_row(
         spans=spans,
         logit_indices=logit_indices,
         targets=flat_targets,
+        images=[RowImage(moved[pixels], moved[places]) for pixels, places in images],
         known=RowPlaces(positions, Documents(lengths, ends_there), indices),
     )
     return RowContents(
@@ -154,6 +172,19 @@ def pack_row(
         [batch.packed(moved) for batch in batches],
         {place: {name: moved[number] for name, number in inputs.items()} for place, inputs in custom.items()},
     )
+
+
+def _add_images(
+    documents: Sequence[PackedDocument], fillers: Sequence[DatumImage], starts: NDArray[Any], buffer: HostBuffer
+) -> list[Place]:
+    """Where pixels and places of each image are in the buffer."""
+    images = [
+        (image.pixels, image.places + start)
+        for document, start in zip(documents, starts, strict=False)
+        for image in document.images
+    ]
+    images += [(filler.pixels, filler.places) for filler in fillers]
+    return [(buffer.add([pixels], np.uint8, pixels.shape), buffer.add([places], np.int64)) for pixels, places in images]
 
 
 def _spans(documents: Sequence[PackedDocument]) -> list[Span]:

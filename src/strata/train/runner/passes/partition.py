@@ -49,6 +49,8 @@ class RankPass(msgspec.Struct, frozen=True, array_like=True):
     items: Sequence[RankPassItem]
     rows: Sequence[Sequence[PackedDatum]]
     replayed: bool = False
+    images: Sequence[int] = ()
+    """The most images that a rank has in each row, if any has one: a sharded model runs collectives for each."""
 
 
 class ComputedDatum(msgspec.Struct, frozen=True, array_like=True):
@@ -102,10 +104,9 @@ def partition_pass(command: commands.PassCommand, ranks: int) -> PartitionedPass
         RankPassItem(item.model_id, item.loss, item.config, payload.custom, number in split, len(payload.datums))
         for number, (item, payload) in enumerate(zip(command.items, payloads, strict=True))
     ]
-    of_ranks = [
-        RankPass(command.forward_only, items, [_packed_datums(row, contents) for row in rows], command.replayed)
-        for rows in command.rows
-    ]
+    rows_of_ranks = [[_packed_datums(row, contents) for row in rows] for rows in command.rows]
+    images = _count_images(rows_of_ranks)
+    of_ranks = [RankPass(command.forward_only, items, rows, command.replayed, images) for rows in rows_of_ranks]
     tokens = sum(datum.length for datums in contents for datum in datums)
     return PartitionedPass(of_ranks, failures, [len(datums) for datums in contents], tokens)
 
@@ -142,6 +143,12 @@ def _packed_datums(row: commands.Row, contents: Sequence[Sequence[ops.Datum]]) -
         for segment in row
         if contents[segment.item]
     ]
+
+
+def _count_images(rows_of_ranks: Sequence[Sequence[Sequence[PackedDatum]]]) -> list[int]:
+    together = zip(*rows_of_ranks, strict=True)
+    most = [max(sum(len(packed.content.images) for packed in row) for row in rows) for rows in together]
+    return most if any(most) else []
 
 
 def _check_packing(

@@ -7,21 +7,24 @@ Each row is a micro-batch. The gradients of a pass are committed to a model only
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from time import perf_counter
 from typing import Final, TypeVar
 
 import msgspec
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import model_options, ops
 from strata.train.core.out_of_memory import out_of_memory_message
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model.base import BaseModel
+from strata.train.runner.model.images import filler, read_images
 from strata.train.runner.model.pipeline_parallel import RowStep, plan_steps
 from strata.train.runner.model.process_memory import is_out_of_memory
 from strata.train.runner.model.row_limit import RowMemory
@@ -29,6 +32,7 @@ from strata.train.runner.model.trained import LoraModel, TrainedModel
 from strata.train.runner.passes.custom_loss import GroupLoss, GroupMember, check_group, compute_group
 from strata.train.runner.passes.losses import RULES, check_config, measure_loss, read_custom_inputs, read_inputs
 from strata.train.runner.passes.packed_row import (
+    DatumImage,
     PackedDocument,
     Place,
     RowContents,
@@ -153,6 +157,7 @@ class PassRunner:
             else:
                 inputs = read_inputs(item.loss, item.config, packed.content, self._base.vocabulary)
             self._check_length(len(inputs.tokens))
+            images = read_images(packed.content, self._base.images)
         except StrataError as error:
             return ItemFailure(packed.item, packed.datum, error.code, error.message)
         except (RuntimeError, MemoryError) as error:
@@ -171,6 +176,7 @@ class PassRunner:
             item.group_size,
             item.groups,
             item.split,
+            images,
         )
 
     def _reject_oversized(self, rows: Sequence[Sequence[PackedDocument]]) -> list[ItemFailure]:
@@ -230,10 +236,11 @@ class PassRunner:
         """The first of two passes for groups that are in several rows: rank 0 gets all log probabilities, and computes
         the losses and their gradients. The second pass then needs no more than those of its own rows."""
         own: list[SplitDatum] = []
-        for documents in rows:
+        for number, documents in enumerate(rows):
             wanted = group_by_adapter([document for document in documents if document.item in split])
             with self._computing(work, _tokens_by_item(wanted)), torch.no_grad():
-                logprobs = self._base.logprobs(self._pack(wanted, losses=False).row)
+                contents = self._pack(wanted, work, number, losses=False)
+                logprobs = self._base.logprobs(contents.row)
             if wanted and self._base.mesh.is_first_of_row:
                 own += _split_datums(wanted, logprobs)
         gathered = [datum for data in self._ranks.gather(_encode(own)) for datum in _decode_split(data)]
@@ -294,7 +301,8 @@ class PassRunner:
         for step in self._steps(len(rows), backward=backward):
             with self._computing(work, _tokens_by_item(rows[step.row])):
                 if not step.is_backward:
-                    totals[step.row] = self._forward(rows[step.row], results, outcome, backward=backward)
+                    pack = partial(self._pack, rows[step.row], work, step.row)
+                    totals[step.row] = self._forward(pack, results, outcome, backward=backward)
                 else:
                     self._base.reduce_gradients(enabled=step.row == len(rows) - 1)
                     self._backward(totals[step.row])
@@ -307,17 +315,34 @@ class PassRunner:
             return [RowStep(row, is_backward=False) for row in range(rows)]
         return plan_steps(self._base.settings.parallel.pipeline, self._base.mesh.stage.number, rows)
 
-    def _pack(self, documents: Sequence[PackedDocument], *, losses: bool) -> RowContents:
-        return pack_row(documents, self._ranks.device, slices=self._base.mesh.context.size, losses=losses)
+    def _pack(
+        self, documents: Sequence[PackedDocument], work: RankPass, row: int, *, losses: bool = True
+    ) -> RowContents:
+        """What is computed of a row; with losses, if it has documents and this rank the last stage."""
+        base = self._base
+        return pack_row(
+            documents,
+            self._ranks.device,
+            slices=base.mesh.context.size,
+            losses=losses and bool(documents) and base.mesh.stage.is_last,
+            fillers=self._fillers(documents, work.images[row] if work.images else 0),
+        )
+
+    def _fillers(self, documents: Sequence[PackedDocument], images: int) -> Sequence[DatumImage]:
+        """Images beyond those of the documents, for the collectives in which other ranks gather the tower."""
+        form = self._base.images
+        if isinstance(form, str) or not isinstance(self._base.packed, FSDPModule):
+            return ()
+        return [filler(form)] * (images - sum(len(document.images) for document in documents))
 
     def _forward(
-        self, documents: Sequence[PackedDocument], results: list[RowResults], outcome: PassOutcome, *, backward: bool
+        self, pack: Callable[[], RowContents], results: list[RowResults], outcome: PassOutcome, *, backward: bool
     ) -> torch.Tensor:
         """One micro-batch, up to its loss. An empty row is computed too: the other ranks wait in the collectives of
         every layer."""
         started = perf_counter()
-        has_losses = bool(documents) and self._base.mesh.stage.is_last
-        contents = self._pack(documents, losses=has_losses)
+        contents = pack()
+        has_losses = bool(contents.documents) and self._base.mesh.stage.is_last
         losses = RowLosses()
         with torch.set_grad_enabled(backward):
             logprobs = self._base.logprobs(contents.row)
@@ -327,7 +352,7 @@ class PassRunner:
             else:
                 total = logprobs.sum() * 0
         self.times.forward_s += perf_counter() - started
-        self.times.tokens += sum(len(document.inputs.tokens) for document in documents)
+        self.times.tokens += sum(len(document.inputs.tokens) for document in contents.documents)
         return total
 
     def _backward(self, total: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ _TORCH: Final = {
     "float64": torch.float64,
     "int32": torch.int32,
     "int64": torch.int64,
+    "uint8": torch.uint8,
 }
 
 
