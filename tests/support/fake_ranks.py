@@ -29,11 +29,13 @@ from strata.base import log
 from strata.base.digest import sha256_hex
 from strata.base.errors import StrataError
 from strata.base.failpoint import arm, failpoint, kill
-from strata.train.core import commands, ops
+from strata.train.core import commands, inflight, ops
 from strata.train.core.commands import PassItem
 from strata.train.core.pack import unpack
 from strata.train.core.replay_differences import RankNumerics
 from strata.train.core.sampling import (
+    DrawnPart,
+    DrawnSequence,
     Draws,
     EndedSample,
     SampledPart,
@@ -45,6 +47,7 @@ from strata.train.core.sampling import (
     SliceResult,
     TargetLogprobs,
     Targets,
+    VersionSpan,
 )
 from strata.train.link.rank import RankLink
 from strata.train.settings import ServerSettings, load_settings
@@ -67,6 +70,7 @@ class FakeSnapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     models: dict[str, FakeModel]
     samplers: dict[str, float]
+    versions: dict[str, int] = {}
 
 
 class FakeWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,6 +83,10 @@ class FakeSequence:
     sample: SampleOperation
     remaining: int
     """Tokens that are still to be sampled."""
+    weights: str
+    drawn: dict[int, DrawnSequence]
+    """What was drawn so far, if its weights are in flight."""
+    resumed: bool
 
 
 Single = commands.SaveState | commands.LoadState | commands.ManageModel | commands.MakeSampler
@@ -98,6 +106,8 @@ class FakeRanks:
     models: dict[str, FakeModel] = field(default_factory=dict)
     replies: dict[int, commands.DispatchReply] = field(default_factory=dict)
     samplers: dict[str, float] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
+    """Of in-flight weights, which are among the samplers."""
     sampling: dict[str, FakeSequence] = field(default_factory=dict)
     written: commands.SnapshotWritten | None = None
     outbox: list[commands.FromRank] = field(default_factory=list)
@@ -318,12 +328,15 @@ class FakeRanks:
     def _make_sampler(self, work: commands.MakeSampler) -> ops.Result:
         for evicted in work.close:
             self.samplers.pop(evicted, None)
+            self.versions.pop(evicted, None)
         operation = work.operation
         weight = 0.0
         if isinstance(operation, ops.SaveSampler):
             if operation.model_id not in self.models:
                 return ops.Failed("user", f"there is no model {operation.model_id!r}")
             weight = self.models[operation.model_id].weight
+            if operation.inflight:
+                return self._publish(operation, weight)
             if work.path:
                 unnamed = ops.SaveWeights(operation.model_id, operation.seq_id, "sampler_weights", "unnamed")
                 self._save(unnamed, Path(work.path))
@@ -335,13 +348,18 @@ class FakeRanks:
         self.samplers[operation.sampler_id] = weight
         return ops.SamplerOpened(operation.sampler_id)
 
+    def _publish(self, operation: ops.SaveSampler, weight: float) -> ops.Result:
+        name = inflight.weights_name(operation.model_id)
+        self.samplers[name], self.versions[name] = weight, operation.seq_id
+        return ops.SamplerOpened(operation.sampler_id)
+
     # Snapshots
 
     def _take_snapshot(self, number: int, folder: Path) -> Sequence[ops.Result]:
         if any(model.asleep for model in self.models.values()):
             return [ops.Failed("user", "the server sleeps")]
         failpoint("pretended.snapshot.copied")
-        data = msgspec.json.encode(FakeSnapshot(self.models, self.samplers))
+        data = msgspec.json.encode(FakeSnapshot(self.models, self.samplers, self.versions))
         temporary = folder.with_name(f".{folder.name}.part")
         temporary.mkdir(parents=True)
         (temporary / SNAPSHOT).write_bytes(data)
@@ -360,6 +378,7 @@ class FakeRanks:
             return commands.Restored(self.generation, message.number, f"{file} is not as it was written", damaged=True)
         snapshot = msgspec.json.decode(data, type=FakeSnapshot)
         self.models, self.samplers, self.applied = snapshot.models, snapshot.samplers, message.number
+        self.versions = snapshot.versions
         self._record([f"restored:{message.number}"])
         return commands.Restored(self.generation, message.number)
 
@@ -371,35 +390,65 @@ class FakeRanks:
         self._record(f"{added.request_id}:added" for added in work.add)
         for added in work.add:
             tokens = added.sample.params.max_tokens or 1
-            if added.sample.sampler_id not in self.samplers:
+            if added.weights_name not in self.samplers:
                 ended.append(EndedSample(added.request_id, SampleFailed("user", "there is no such sampler")))
             else:
-                self.sampling[added.request_id] = FakeSequence(added.sample, tokens)
+                begun = max((each.length for each in added.drawn.values()), default=0)
+                drawn = dict(added.drawn)
+                running = FakeSequence(added.sample, tokens - begun, added.weights_name, drawn, bool(drawn))
+                self.sampling[added.request_id] = running
         cancelled = [request_id for request_id in work.cancel if self.sampling.pop(request_id, None) is not None]
         ended += [EndedSample(each, SampleFailed("cancelled", "it was cancelled")) for each in cancelled]
         before = len(self.sampling)
+        drawn_parts: dict[str, list[DrawnPart]] = {}
         for request_id, running in list(self.sampling.items()):
+            parts = self._draw(running, min(work.steps, running.remaining)) if running.weights in self.versions else []
             running.remaining -= work.steps
             if running.remaining <= 0:
                 del self.sampling[request_id]
-                ended.append(EndedSample(request_id, self._sample_result(running.sample)))
-            elif running.sample.stream:
-                parts = [(request_id, part) for part in self._sampled_parts(running, work.steps)]
-                self.outbox.append(commands.SampleProgress(self.generation, parts))
+                ended.append(EndedSample(request_id, self._result_of(running)))
+                continue
+            if parts:
+                drawn_parts[request_id] = parts
+            if running.sample.stream:
+                streamed = [(request_id, part) for part in self._sampled_parts(running, work.steps)]
+                self.outbox.append(commands.SampleProgress(self.generation, streamed))
         left = len(self.sampling)
-        return SliceResult(ended, left, left, 0, MAX_CONTEXT - left, MAX_CONTEXT, before * work.steps, 0)
+        steps = before * work.steps
+        return SliceResult(ended, left, left, 0, MAX_CONTEXT - left, MAX_CONTEXT, steps, 0, drawn=drawn_parts)
+
+    def _draw(self, running: FakeSequence, count: int) -> list[DrawnPart]:
+        """What so many steps add to each sequence of an in-flight sample."""
+        start = (running.sample.params.max_tokens or 1) - running.remaining
+        span = VersionSpan(self.versions[running.weights], count, running.resumed)
+        running.resumed = False
+        parts = []
+        place = slice(4 * start, 4 * (start + count))
+        for index, each in enumerate(self._sample_result(running.sample, running.weights).sequences):
+            added = DrawnSequence(each.tokens[place], each.logprobs[place], (span,))
+            running.drawn[index] = running.drawn.get(index, DrawnSequence()).plus(added)
+            parts.append(DrawnPart(index, start, added))
+        return parts
+
+    def _result_of(self, running: FakeSequence) -> SampleResult:
+        result = self._sample_result(running.sample, running.weights)
+        if not running.drawn:
+            return result
+        drawn = [running.drawn[index] for index in range(running.sample.num_samples)]
+        sequences = [SampledSequence(each.tokens, each.logprobs, "length", None, each.versions) for each in drawn]
+        return msgspec.structs.replace(result, sequences=sequences)
 
     def _sampled_parts(self, running: FakeSequence, steps: int) -> Iterable[SampledPart]:
         """The tokens of the last so many steps."""
         end = (running.sample.params.max_tokens or 1) - running.remaining
         start = max(end - steps, 0)
-        for index, sequence in enumerate(self._sample_result(running.sample).sequences):
+        for index, sequence in enumerate(self._sample_result(running.sample, running.weights).sequences):
             tokens, logprobs = sequence.tokens[4 * start : 4 * end], sequence.logprobs[4 * start : 4 * end]
             yield SampledPart(index, start, tokens, logprobs)
 
-    def _sample_result(self, sample: SampleOperation) -> SampleResult:
+    def _sample_result(self, sample: SampleOperation, weights: str) -> SampleResult:
         prompt = array.array("i", sample.prompt)
-        weight = self.samplers[sample.sampler_id]
+        weight = self.samplers[weights]
         sequences = []
         for index in range(sample.num_samples):
             first = sum(prompt) + (sample.params.seed or 0) + index

@@ -37,6 +37,7 @@ class SupportRow(NamedTuple):
         return self.cpu or self.cuda
 
 
+INFLIGHT: Final = "in-flight samplers"
 _CI: Final = "Linux x86-64"
 _GLOO: Final = "CPU ranks with gloo"
 _NAMESPACES: Final = "processes and network namespaces of one machine"
@@ -198,6 +199,7 @@ TRAINING: Final = (
         "tiny models in float32, CPU ranks, without the kernels for CUDA",
     ),
     _training("built-in sampler", "core", "pr", "train_sampler", marks=("sampling",)),
+    _training("in-flight samplers", "experimental", "pr", "train_sampler/test_inflight.py", marks=(INFLIGHT,)),
     _training("snapshots and replay", "core", "pr", "train_orchestrator"),
     _training("deterministic kernels (ranks.deterministic)", "supported", "pr", "train_runner/test_determinism.py"),
     _training("checkpoints, export, import", "core", "pr", "train_store"),

@@ -16,6 +16,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.sdk.server_calls import SendRequest, post
 from strata.train.core import model_options, ops
+from strata.train.core.sampling import VersionSpan
 from strata.train.wire import native
 
 T = TypeVar("T")
@@ -71,6 +72,8 @@ class Sample:
     """The log probability of each token, in the distribution that it was drawn from."""
     stop_reason: str
     """`stop` or `length`."""
+    versions: Sequence[VersionSpan] = ()
+    """Which weights drew the tokens, if the sampler is in flight: runs of tokens, each with the number of its save."""
 
 
 class SamplingParams(TypedDict, total=False):
@@ -83,6 +86,8 @@ class SamplingParams(TypedDict, total=False):
     seed: int
     stop: Sequence[str | int]
     """Strings and tokens beside the end of text; nothing stops it if this is empty."""
+    max_staleness: int
+    """Of an in-flight sampler: so many saves may end while the sample runs; the next one cancels it."""
 
 
 @dataclass(frozen=True)
@@ -155,9 +160,13 @@ def abort_gradients_operation(model_id: str, seq: int) -> ClientOperation[None]:
     return ClientOperation(post("/api/v1/abort_gradient_epoch", {"model_id": model_id, "seq_id": seq}), lambda _: None)
 
 
-def copy_for_sampler_operation(model_id: str, seq: int, number: int, read: Callable[[str], T]) -> ClientOperation[T]:
+def copy_for_sampler_operation(
+    model_id: str, seq: int, number: int, read: Callable[[str], T], *, inflight: bool
+) -> ClientOperation[T]:
     """A copy of the model in the server's memory; `read` makes of its id what the caller wants."""
     body = {"model_id": model_id, "seq_id": seq, "sampling_session_seq_id": number}
+    if inflight:
+        body["kind"] = "inflight"
     send = post("/api/v1/save_weights_for_sampler", body)
     return ClientOperation(send, lambda reply: read(str(reply.json()["sampling_session_id"])))
 
@@ -165,7 +174,13 @@ def copy_for_sampler_operation(model_id: str, seq: int, number: int, read: Calla
 def sample_operation(
     sampler_id: str, seq: int, prompt: Sequence[int], num_samples: int, params: SamplingParams
 ) -> ClientOperation[Sequence[Sample]]:
-    body = {**_sample_body(sampler_id, seq, prompt, params), "num_samples": num_samples}
+    drawing = params.copy()
+    staleness = drawing.pop("max_staleness", None)
+    body = {
+        **_sample_body(sampler_id, seq, prompt, drawing),
+        "num_samples": num_samples,
+        "max_staleness": staleness,
+    }
     return ClientOperation(post("/api/v1/asample", body), _samples)
 
 
@@ -196,7 +211,15 @@ def _sample_body(sampler_id: str, seq: int, prompt: Sequence[int], params: Sampl
 
 def _samples(reply: httpx.Response) -> Sequence[Sample]:
     sequences = reply.json()["sequences"]
-    return [Sample(each["tokens"], each["logprobs"], str(each["stop_reason"])) for each in sequences]
+    return [
+        Sample(
+            each["tokens"],
+            each["logprobs"],
+            str(each["stop_reason"]),
+            [VersionSpan(**span) for span in each.get("versions", ())],
+        )
+        for each in sequences
+    ]
 
 
 def _raise_failure(reply: httpx.Response) -> httpx.Response:

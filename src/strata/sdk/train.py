@@ -168,12 +168,16 @@ class Model:
     def load(self, path: str, *, optimizer: bool = True) -> Future[None]:
         return self._submit(lambda seq: load_weights_operation(self.model_id, seq, path, optimizer=optimizer))
 
-    def sampler(self) -> Future[Sampler]:
+    def sampler(self, *, inflight: bool = False) -> Future[Sampler]:
         """Makes a sampler of the model as it is when the operations before this one are done; it lives in memory
-        alone."""
+        alone. The weights of one in flight are shared: each such save replaces those of all that were made before."""
         number = self._server.count_sampler()
+
+        def read(sampler_id: str) -> Sampler:
+            return Sampler(self._server, sampler_id)
+
         return self._submit(
-            lambda seq: copy_for_sampler_operation(self.model_id, seq, number, lambda id_: Sampler(self._server, id_))
+            lambda seq: copy_for_sampler_operation(self.model_id, seq, number, read, inflight=inflight)
         )
 
     def save_for_sampling(self, name: str, *, overwrite: bool = False) -> Future[str]:
@@ -199,7 +203,7 @@ class Model:
 
 
 class Sampler:
-    """Weights that stay as they are, to sample from."""
+    """Weights to sample from. They stay as they are, unless the sampler is in flight."""
 
     def __init__(self, server: TrainingServer, sampler_id: str) -> None:
         self._server = server

@@ -157,7 +157,7 @@ def assert_held(adapter: Adapter, whole: Mapping[str, torch.Tensor]) -> None:
 def gathered(runner: ModelRunner) -> State:
     """Weights, moments, gradients and the sampler's weights, if there is a sampler, of the model, in full."""
     model: Any = runner.models["m"]
-    _, sampled, full = next(runner.sampler.entries(), ("", None, None))
+    _, sampled, full, _ = next(runner.sampler.entries(), ("", None, None, None))
     if isinstance(model, LoraModel):
         own = model.adapter
         shares = {f"{name}.": parts for name, parts in model.shares(optimizer=True).items()}

@@ -15,6 +15,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 from strata.train.core.model_options import LoraConfig
 from strata.train.core.sampling import (
     AddedSample,
+    DrawnSequence,
     SampledSequence,
     SampleOperation,
     SampleOutcome,
@@ -62,8 +63,13 @@ class Stage:
         *,
         eager: bool = False,
         share: str = "",
+        weights: str = "",
+        drawn: Mapping[str, Mapping[int, DrawnSequence]] | None = None,
     ) -> SliceResult:
-        added = [AddedSample(request_id, sample, share) for request_id, sample in (add or {}).items()]
+        added = [
+            AddedSample(request_id, sample, share, weights, (drawn or {}).get(request_id, {}))
+            for request_id, sample in (add or {}).items()
+        ]
         parts = self.scatter.partition(SamplingSlice(steps, added, cancel, eager))
         encoded = [encode(part) for part in parts]
         if self.ranks.size > 1:

@@ -5,18 +5,19 @@ Those of the journal are not among them: `tests/sim/register` takes them out; ot
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
-from strata.train.core import decide, future, ops, sampling_slices
+from strata.train.core import decide, future, inflight, ops, sampling_slices
 from strata.train.core.client_commands import AbortOperation, Done, SubmitOperation
 from strata.train.core.facts import OperationFinished
 from strata.train.core.future import OPEN, FutureStore, OperationFuture
 from strata.train.core.inputs import ClientCommand, Decision, DispatchNext, Input, RanksAttached
 from strata.train.core.lookup import find_future
+from strata.train.core.sampling import AddedSample, SampleOperation
 from strata.train.core.scheduler import QueuedOperation, Scheduler
 from strata.train.core.sequence import SequenceCheck, SequenceWindow
 from strata.train.core.state import TrainState
@@ -120,6 +121,19 @@ def _nothing_pending(state: TrainState, after: int) -> dict[str, ops.Operation]:
     return {}
 
 
+def _from_the_start(state: TrainState, future_id: str, sample: SampleOperation) -> AddedSample:
+    return msgspec.structs.replace(_added(state, future_id, sample), drawn={})
+
+
+def _coming_is_open(state: TrainState, future_id: str, sample: SampleOperation) -> bool:
+    return sample.sampler_id in state.samplers
+
+
+def _never_stale(state: TrainState, dispatch: Any, results: Any, at_s: float) -> Sequence[OperationFinished]:
+    return ()
+
+
+_added = inflight.added_sample
 _commit = StateStore.commit
 _release = SequenceWindow.release
 _check = SequenceWindow.check
@@ -146,6 +160,12 @@ SEAMS: dict[str, list[Ablation]] = {
     ],
     "a failure is sent before it is durable": [(results, "_wait_durable", _at_once)],
     "samples of lost ranks are not started again": [(sampling_slices, "attach_ranks", _same_as_before)],
+    "in-flight samples of lost ranks begin again": [(inflight, "added_sample", _from_the_start)],
+    "in-flight samples do not wait for the save of their sampler": [
+        (sampling_slices, "_ready", _coming_is_open),
+        (sampling_slices, "_is_open", lambda state, sample: sample.sampler_id in state.samplers),
+    ],
+    "samples that became too stale run on": [(inflight, "cancel_stale", _never_stale)],
     "any tenant may read any result": [(results, "find_future", _anybodys)],
     "diverged ranks are used": [
         (Orchestrator, "_quarantine", _not_quarantined),

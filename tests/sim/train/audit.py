@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from strata.journal.port import Batch
 from strata.train.core import commands, facts, ops
 from strata.train.core.future import OperationFuture
-from strata.train.core.sampling import SampleOperation
+from strata.train.core.sampling import DrawnSequence, SampleOperation
 from strata.train.core.scheduler import OPERATIONS_PER_QUANTUM
 from strata.train.core.state import Rules, queued_operation
 from tests.sim.train.wires import TrainWorld
@@ -41,6 +41,12 @@ class Audit:
         self.number_of: dict[str, int] = {}
         self.results: dict[str, ops.Result] = {}
         self.given_up: dict[int, str] = {}
+        self.drawn: dict[str, DrawnSequence] = {}
+        """What is durable of in-flight samples."""
+        self.saves: dict[str, int] = {}
+        """In-flight saves that ended since the first durable token of each."""
+        self._published: dict[str, list[tuple[int, int]]] = {}
+        """In-flight saves of each model: dispatch and version."""
         self.expired = False
         self._released: Counter[str] = Counter()
         self._arrived: dict[str, set[int]] = {}
@@ -71,6 +77,8 @@ class Audit:
                 self._dispatch(fact)
             case facts.OperationFinished():
                 self._finish(fact.future_id, fact.result)
+            case facts.SliceEnded():
+                self._draw(fact)
             case facts.DispatchFailed():
                 self._give_up(fact)
             case facts.RanksRenewed():
@@ -84,6 +92,41 @@ class Audit:
         dispatch = self.dispatched[fact.number]
         for future_id in list(self._sampling) if dispatch.slice is not None else dispatch.future_ids:
             self._finish(future_id, ops.Failed("server", fact.reason))
+
+    def model_of(self, sample: ops.Operation | None) -> str:
+        """The model whose in-flight weights it is drawn from; empty: its weights never change."""
+        for each in self.accepted.values():
+            save = each.operation
+            if isinstance(save, ops.SaveSampler) and save.inflight and isinstance(sample, SampleOperation):
+                if save.sampler_id == sample.sampler_id:
+                    return save.model_id
+        return ""
+
+    def _draw(self, fact: facts.SliceEnded) -> None:
+        for future_id, parts in fact.drawn.items():
+            for part in parts:
+                known = self.drawn.get(future_id, DrawnSequence())
+                if part.start != known.length:
+                    self._world.violated(f"{future_id} has {known.length} tokens, and {part.start} are before the next")
+                newest = [version for number, version in self._published_by(future_id) if number < fact.number][-1:]
+                if [span.version for span in part.added.versions] != newest:
+                    self._world.violated(f"slice {fact.number} drew {future_id} with {part.added.versions}, not {newest}")
+                self.drawn[future_id] = known.plus(part.added)
+                self.saves.setdefault(future_id, 0)
+
+    def _published_by(self, future_id: str) -> list[tuple[int, int]]:
+        return self._published.get(self.model_of(self.accepted[future_id].operation), [])
+
+    def _publish(self, fact: facts.OperationAccepted) -> None:
+        save = fact.operation
+        if not isinstance(save, ops.SaveSampler) or not save.inflight:
+            return
+        if not isinstance(self.results[fact.future_id], ops.SamplerOpened):
+            return
+        self._published.setdefault(save.model_id, []).append((self.number_of[fact.future_id], save.seq_id))
+        for future_id in self.saves:
+            if future_id not in self.results and self.model_of(self.accepted[future_id].operation) == save.model_id:
+                self.saves[future_id] += 1
 
     # What clients and ranks heard
 
@@ -214,6 +257,7 @@ class Audit:
             self._world.violated(f"{future_id} ended twice")
         self.results[future_id] = result
         self._sampling.discard(future_id)
+        self._publish(fact)
         if future_id in self._ready:
             self._gone(future_id)
             # A turn was spent on it, and on whatever would have gone along.

@@ -164,7 +164,7 @@ class Session:
         elif chance < 0.42:
             await self._stranger.pry(future_id, self.model_id)
         if isinstance(operation, ops.SaveSampler):
-            await asyncio.gather(*(self._sample(operation.sampler_id, number, future_id) for number in range(3)))
+            await asyncio.gather(*(self._sample(operation, number, future_id) for number in range(3)))
         await caller.result(future_id)
         if self.rng.random() < 0.2:
             await asyncio.sleep(self.rng.expovariate(1 / 2.0))
@@ -181,11 +181,14 @@ class Session:
         if not isinstance(output, views.ErrorResponse) or output.code is not Code.CONFLICT:
             self._world.violated(f"{str(entry.operation)[:90]} sent again with other content was answered {output}")
 
-    async def _sample(self, sampler_id: str, number: int, made_by: str) -> None:
+    async def _sample(self, save: ops.SaveSampler, number: int, made_by: str) -> None:
+        sampler_id = save.sampler_id
         await asyncio.sleep(self.rng.expovariate(1 / 0.3))
         prompt = array.array("i", [self.rng.randrange(90) for _ in range(self.rng.randint(1, 5))]).tobytes()
         params = SampleParams(max_tokens=self.rng.choice([1, 40, 200]), seed=number)
         sample = SampleOperation(sampler_id, number, prompt, params)
+        if save.inflight and number:
+            sample = msgspec.structs.replace(sample, max_staleness=number - 1)
         output = await self._caller.add(sample)
         if not isinstance(output, client_commands.Accepted):
             # A sampler that could not be made makes room for others.
@@ -233,7 +236,9 @@ class Session:
             )
         if kind < 0.98:
             self._samplers += 1
-            return ops.SaveSampler(self.model_id, seq, f"{self.session_id}:sample:{self._samplers}")
+            # All but every third is in flight.
+            in_flight = self._samplers % 3 > 0
+            return ops.SaveSampler(self.model_id, seq, f"{self.session_id}:sample:{self._samplers}", in_flight)
         return ops.MalformedOperation(self.model_id, seq, "this could not be read")
 
     def batch(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from strata.train.core import ops
-from strata.train.core.sampling import SampleOperation, encode_result
+from strata.train.core.sampling import DrawnSequence, SampleOperation, decode_result, encode_result
 from strata.train.core.state import INITIAL
 from strata.train.settings import ServerSettings
 from tests.sim.train import chain
@@ -72,6 +74,8 @@ class ExpectedState:
             if told is not None and told != result:
                 return f"{future_id} was told to be {told}, and the journal has {result}"
         self._samplers: dict[str, bytes] = {}
+        self._versions: dict[tuple[str, int], bytes] = {}
+        self._oldest: dict[str, int] = {}
         self._now = {model_id: chain.begun(model_id) for model_id in models if self._made(f"{model_id}:create")}
         self._saved = {
             (model_id, "weights", INITIAL): begun
@@ -82,7 +86,9 @@ class ExpectedState:
             problem = self._check(future_id, self.entries[future_id])
             if problem is not None:
                 return problem
-        return None
+        # Saves that came while they ran are done now.
+        problems = (self._check_inflight(future_id, entry) for future_id, entry in self.entries.items())
+        return next(filter(None, problems), None)
 
     def _made(self, future_id: str) -> bool:
         return not isinstance(self.audit.results.get(future_id), ops.Failed)
@@ -91,6 +97,8 @@ class ExpectedState:
         result, operation = entry.result, entry.operation
         if isinstance(result, ops.Failed):
             return self._check_failure(future_id, entry, result)
+        if isinstance(operation, SampleOperation) and self.audit.model_of(operation):
+            return None
         if isinstance(operation, SampleOperation):
             expected: object = self._sampled(operation)
         elif isinstance(operation, ops.Sequenced):
@@ -104,7 +112,7 @@ class ExpectedState:
     def _check_failure(self, future_id: str, entry: ExpectedResult, failure: ops.Failed) -> str | None:
         number = self.audit.number_of.get(future_id, 0)
         match failure.category:
-            case "cancelled" if entry.may_cancel:
+            case "cancelled" if entry.may_cancel or self._too_stale(future_id, entry.operation):
                 return None
             case "user" if entry.may_fail or self._doomed(entry.operation):
                 return None
@@ -157,6 +165,9 @@ class ExpectedState:
                 return ops.WeightsLoaded(f"tinker://{operation.run_id}/{operation.kind}/{operation.name}")
             case ops.SaveSampler():
                 self._samplers[operation.sampler_id] = now
+                if operation.inflight:
+                    self._versions[model_id, operation.seq_id] = now
+                    self._oldest[operation.sampler_id] = operation.seq_id
                 return ops.SamplerOpened(operation.sampler_id)
             case ops.MalformedOperation():
                 return ops.Failed("user", operation.message)
@@ -173,11 +184,43 @@ class ExpectedState:
             self._now[operation.model_id] = after
         return ops.PassDone(ops.InlinePayload(after))
 
+    def _too_stale(self, future_id: str, operation: ops.Operation) -> bool:
+        limit = operation.max_staleness if isinstance(operation, SampleOperation) else msgspec.UNSET
+        return limit is not msgspec.UNSET and self.audit.saves.get(future_id, 0) > limit
+
+    def _check_inflight(self, future_id: str, entry: ExpectedResult) -> str | None:
+        """Every token once, each by the version that its span names; what was durable is in it as it was."""
+        sample, result = entry.operation, entry.result
+        model_id = self.audit.model_of(sample)
+        if not model_id or not isinstance(sample, SampleOperation) or not isinstance(result, ops.SampleDone):
+            return None
+        assert isinstance(result.payload, ops.InlinePayload)
+        (got,) = decode_result(result.payload.data).sequences
+        versions = [span.version for span in got.versions for _ in range(span.tokens)]
+        if versions != sorted(versions) or (versions and versions[0] < self._oldest[sample.sampler_id]):
+            return f"{future_id} was drawn by versions {versions}"
+        ranks = SimRanks(self.settings, "judge", {}, self.world)
+        logprobs = b""
+        for place, version in enumerate(versions):
+            ranks.samplers["w"] = chain.weight(self._versions[model_id, version])
+            logprobs += ranks._sample_result(sample, "w").sequences[0].logprobs[4 * place : 4 * place + 4]
+        expected = ranks._sample_result(sample, "w").sequences[0] if versions else None
+        if expected is None or got.tokens != expected.tokens or got.logprobs != logprobs:
+            return f"{future_id} has other tokens or log probabilities than its versions give"
+        durable = self.audit.drawn.get(future_id, DrawnSequence())
+        size = len(durable.tokens)
+        known = [span.version for span in durable.versions for _ in range(span.tokens)]
+        if got.tokens[:size] != durable.tokens or versions[: len(known)] != known:
+            return f"{future_id} was drawn again, although {durable.length} tokens of it were durable"
+        if self._too_stale(future_id, sample):
+            return f"{future_id} ended after {self.audit.saves[future_id]} saves"
+        return None
+
     def _sampled(self, sample: SampleOperation) -> ops.Result:
         if sample.sampler_id not in self._samplers:
             return ops.Failed("user", "there is no such sampler")
         ranks = SimRanks(self.settings, "judge", {}, self.world)
         ranks.samplers[sample.sampler_id] = chain.weight(self._samplers[sample.sampler_id])
-        result = ranks._sample_result(sample)
+        result = ranks._sample_result(sample, sample.sampler_id)
         tokens = sum(len(each.tokens) // 4 for each in result.sequences)
         return ops.SampleDone(ops.InlinePayload(encode_result(result)), tokens)

@@ -21,7 +21,7 @@ from tests.support.fake_ranks import FakeRanks
 from tests.support.simloop import PROCESS
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(tuple[dict[str, bytes], dict[str, float]]).decode
+_decode = msgspec.msgpack.Decoder(tuple[dict[str, bytes], dict[str, float], dict[str, int]]).decode
 Done = tuple[Sequence[ops.Result], int]
 
 
@@ -78,7 +78,7 @@ class SimRanks(FakeRanks):
                 return super()._execute(work)
 
     def _take_snapshot(self, number: int, folder: Path) -> Sequence[ops.Result]:
-        self.writing = number, str(folder), _encode((self.chains, self.samplers))
+        self.writing = number, str(folder), _encode((self.chains, self.samplers, self.versions))
         return []
 
     def wrote(self, number: int, folder: str, data: bytes) -> commands.SnapshotWritten:
@@ -91,7 +91,7 @@ class SimRanks(FakeRanks):
         data = self._disk.get(message.path, b"")
         if sha256_hex(data) != message.digest:
             return commands.Restored(self.generation, message.number, f"{message.path} is damaged", damaged=True)
-        self.chains, self.samplers = _decode(data)
+        self.chains, self.samplers, self.versions = _decode(data)
         self.applied = message.number
         return commands.Restored(self.generation, message.number)
 
@@ -134,6 +134,7 @@ class SimRanks(FakeRanks):
     def _sampler(self, work: commands.MakeSampler) -> ops.Result:
         for other in work.close:
             self.samplers.pop(other, None)
+            self.versions.pop(other, None)
         operation = work.operation
         if isinstance(operation, ops.SaveSampler):
             found = self.chains.get(operation.model_id)
@@ -141,6 +142,8 @@ class SimRanks(FakeRanks):
             found = self._disk.get(work.path) if operation.weights else b"\0\0"
         if found is None:
             return ops.Failed("user", "there is no such model or checkpoint")
+        if isinstance(operation, ops.SaveSampler) and operation.inflight:
+            return self._publish(operation, chain.weight(found))
         self.samplers[operation.sampler_id] = chain.weight(found)
         return ops.SamplerOpened(operation.sampler_id)
 

@@ -62,7 +62,10 @@ async def show(call: ApiCall) -> sampling.SamplerReply:
     """Returns what a sampler samples from."""
     sampler = await call.request(queries.DescribeSampler(call.path["sampler_id"]), views.SamplerView)
     return sampling.SamplerReply(
-        sampler_id=sampler.sampler_id, base_model=sampler.base_model, model_path=sampler.model_path
+        sampler_id=sampler.sampler_id,
+        base_model=sampler.base_model,
+        model_path=sampler.model_path,
+        kind="inflight" if sampler.inflight else "snapshot",
     )
 
 

@@ -7,6 +7,7 @@ from typing import assert_never
 from strata.train.core import (
     checkpoint_retention,
     device_turns,
+    inflight,
     lineage,
     ops,
     out_of_memory,
@@ -88,6 +89,7 @@ def apply(state: TrainState, fact: Fact) -> None:  # noqa: C901, PLR0912 - one a
         case SliceEnded():
             state.dispatches.pop(fact.number, None)
             state.last_slice = fact.number
+            inflight.record_parts(state, fact.drawn)
         case SnapshotCopied() | SnapshotAbandoned() | SnapshotCommitted() | SnapshotRejected():
             snapshots.apply(state, fact)
         case RanksRenewed():
@@ -153,6 +155,7 @@ def _accept_sequenced(state: TrainState, fact: OperationAccepted, operation: ops
     model.last_request_at_s = fact.at_s
     if isinstance(operation, ops.SaveSampler):
         _add_sampler(state, fact, operation.sampler_id, model.create.base_model, None)
+        state.samplers[operation.sampler_id].inflight = operation.model_id if operation.inflight else ""
     if operation.seq_id == 0:
         _enqueue(state, fact.future_id)
         return
@@ -256,6 +259,8 @@ def _finish(state: TrainState, future_id: str, result: ops.Result, at_s: float, 
             publishing.retract_published(state, operation.model_id)
         case SampleOperation():
             _finish_sample(state, future_id, result)
+        case ops.SaveSampler() if operation.inflight and not isinstance(result, ops.Failed):
+            inflight.count_save(state, operation)
         case _ if isinstance(result, ops.Failed):
             _undo_failed(state, operation, future.number)
         case _:
@@ -299,6 +304,7 @@ def _finish_sample(state: TrainState, future_id: str, result: ops.Result) -> Non
     state.waiting.pop(future_id, None)
     state.routed.pop(future_id, None)
     state.unroutable.discard(future_id)
+    state.drawn.pop(future_id, None)
     running = state.sampling.pop(future_id, None)
     if running is not None and isinstance(result, ops.Failed) and result.category == "cancelled":
         state.cancelled_samples.add(future_id)

@@ -19,6 +19,7 @@ from strata.train.core import (
     custom_losses,
     device_turns,
     dispatching,
+    inflight,
     ops,
     out_of_memory,
     publishing,
@@ -348,11 +349,14 @@ def _complete_dispatch(state: TrainState, request: CompleteDispatch) -> Decision
         # The future ends when the push to the endpoints is complete.
         return Decision(Done(), (push,))
     took_s = request.took_s / max(len(dispatch.future_ids), 1)
-    facts = tuple(
+    facts: list[Fact] = [
         OperationFinished(future_id, result, request.at_s, took_s)
         for future_id, result in zip(dispatch.future_ids, results, strict=True)
-    )
-    return Decision(Done(), facts if push is None else (*facts, push), tuple(dispatch.future_ids))
+    ]
+    if push is not None:
+        facts.append(push)
+    stale = inflight.cancel_stale(state, dispatch, results, request.at_s)
+    return Decision(Done(), (*facts, *stale), (*dispatch.future_ids, *(each.future_id for each in stale)))
 
 
 def _fail_dispatch(state: TrainState, request: FailDispatch) -> Decision:

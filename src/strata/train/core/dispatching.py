@@ -10,6 +10,7 @@ from strata.base.errors import StrataError
 from strata.train.core import (
     checkpoint_retention,
     device_turns,
+    inflight,
     ops,
     publishing,
     replay_stops,
@@ -83,9 +84,10 @@ def _dispatch(state: TrainState, chosen: list[_Chosen], request: DispatchNext, c
     number = state.dispatched + 1
     ids = tuple(each.future_id for each in chosen)
     path = _path(state, chosen[0].operation)
-    close = (
-        sampling_slices.samplers_to_evict(state) or () if isinstance(chosen[0].operation, _SAMPLER_OPERATIONS) else ()
-    )
+    close: tuple[str, ...] = ()
+    if isinstance(chosen[0].operation, _SAMPLER_OPERATIONS):
+        evicted = sampling_slices.samplers_to_evict(state) or ()
+        close = (*evicted, *inflight.unused_weights(state, evicted))
     dispatch = Dispatch(number, ids, packed.rows, path, close)
     fact = Dispatched(number, ids, packed.rows, path, close, at_s=request.at_s)
     return Decision(Dispatching(dispatch, packed.efficiency), (fact,), charges=charges)
@@ -163,6 +165,8 @@ def _sampler_obstacle(state: TrainState, operation: ops.SaveSampler | ops.OpenSa
         return f"there is no session {sampler.session_id!r}"
     if session.finished is not None:
         return f"session {session.session_id!r} is finished"
+    if isinstance(operation, ops.SaveSampler) and operation.inflight and state.models[operation.model_id].create.lora is None:
+        return inflight.ONLY_ADAPTERS
     if sampling_slices.samplers_to_evict(state) is None:
         return f"all {state.rules.max_samplers} samplers are being asked for samples; none can make room"
     return sampling_slices.open_obstacle(state, operation, tenant) if isinstance(operation, ops.OpenSampler) else None
@@ -186,7 +190,7 @@ def _path(state: TrainState, operation: ops.Operation) -> str:
             checkpoint = _checkpoint(state, operation.weights)
             assert checkpoint is not None, "checked before"
             return checkpoint.path
-        case ops.SaveSampler() if state.rules.engines:
+        case ops.SaveSampler() if state.rules.engines and not operation.inflight:
             # Engines read files. No other operation of this model has this sequence number, and so this folder.
             unnamed = ops.SaveWeights(operation.model_id, operation.seq_id, "sampler_weights", UNNAMED)
             return folder_of(unnamed)

@@ -17,7 +17,7 @@ from strata.train.core import ops
 from strata.train.core.commands import Row
 from strata.train.core.loss_graph import CustomLoss
 from strata.train.core.replay_differences import RankNumerics, ReplayDifferences
-from strata.train.core.sampling import SlicePlan
+from strata.train.core.sampling import DrawnPart, SlicePlan
 
 REMOVED_TAGS: Final = frozenset(
     {
@@ -134,14 +134,17 @@ class SnapshotRejected(_Fact, frozen=True):
     reason: str
 
 
-class SliceEnded(_Fact, frozen=True):
+class SliceEnded(_Fact, frozen=True, omit_defaults=True):
     """The ranks replied to a sampling slice. The samples that ended in it have facts of their own."""
 
     number: int
+    drawn: Mapping[str, Sequence[DrawnPart]] = {}
+    """What it added to in-flight samples that run on: new ranks go on from there."""
 
 
 class RanksRenewed(_Fact, frozen=True, omit_defaults=True):
-    """Another group of ranks attached: the KV cache of the one before is lost, and its samples start again."""
+    """Another group of ranks attached: the KV cache of the one before is lost, and its samples start again, or go on from
+    what is durable of them."""
 
     group: str
     numerics: RankNumerics | None = None

@@ -8,13 +8,14 @@ orchestrator itself: results of the ranks, the endpoints' outcomes, and the pass
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from strata.train.core import ops
 from strata.train.core.client_commands import Accepted, Command, Done
 from strata.train.core.commands import RowOutOfMemory, SnapshotWritten
 from strata.train.core.facts import Fact
 from strata.train.core.replay_differences import RankNumerics, ReplayDifferences
+from strata.train.core.sampling import DrawnPart
 from strata.train.core.scheduler import Charges
 from strata.train.core.state import DeviceSide, Dispatch
 
@@ -60,6 +61,8 @@ class CompleteSlice:
     ended: Sequence[tuple[str, ops.Result]]
     left: int
     at_s: float
+    drawn: Mapping[str, Sequence[DrawnPart]] = field(default_factory=dict)
+    """What the slice added to in-flight samples that run on."""
 
 
 @dataclass(frozen=True)

@@ -184,12 +184,15 @@ class LoadWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     """Tells this load from others of its model if the owner rolls back after a replay that differed; clients send 0."""
 
 
-class SaveSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="save_sampler"):
+class SaveSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="save_sampler"):
     """A sampler of the model as it is at this sequence number. It lives in memory; engines of the server get files."""
 
     model_id: str
     seq_id: int
     sampler_id: str
+    inflight: bool = False
+    """It has the weights that all in-flight samplers of the model share: this save replaces them, and so does every
+    later one. Engines get nothing."""
 
 
 class SyncWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sync_weights"):

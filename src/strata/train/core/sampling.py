@@ -2,13 +2,13 @@
 probabilities, slices; and the largest result (64 MiB).
 
 The ranks keep running sequences and their KV cache between two slices. A `SamplingSlice` adds new requests, removes
-cancelled ones, and lets the ranks decode so many tokens; its reply has the samples that ended. So training runs between
-two slices, and nothing has to be polled.
+cancelled ones, and lets the ranks decode so many tokens; its reply has the samples that ended, and what it added to those of in-flight samplers.
+So training runs between two slices, and nothing has to be polled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -62,7 +62,7 @@ class Targets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SampleOperation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sample"):
-    """Continue a prompt, `num_samples` times. A sampler's weights never change; its requests have no order."""
+    """Continue a prompt, `num_samples` times. The requests of a sampler have no order."""
 
     sampler_id: str
     seq_id: int
@@ -80,6 +80,9 @@ class SampleOperation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
     """So many tokens are drawn at each position of the prompt but the first."""
     stream: bool = False
     """A client reads the tokens while they are sampled: each is reported as a `SampledPart`."""
+    max_staleness: int | msgspec.UnsetType = msgspec.UNSET
+    """So many in-flight saves may end after its first durable token while it runs; the next one cancels it. Unset, it is
+    not stored, and the digest of the request is what earlier versions computed."""
 
     @property
     def wants_prompt(self) -> bool:
@@ -120,7 +123,27 @@ class Draws(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     length: int
 
 
-class SampledSequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of a sample that one version of in-flight weights drew, one after the other."""
+
+    version: int
+    """The sequence number of the save that published the weights."""
+    tokens: int
+    recomputed: bool = False
+    """Before the first of them, this version computed the keys and values of all tokens before it again."""
+
+
+VersionSpans = tuple[VersionSpan, ...]
+
+
+def add_span(spans: VersionSpans, span: VersionSpan) -> VersionSpans:
+    last = spans[-1] if spans else None
+    if last is None or span.recomputed or last.version != span.version:
+        return (*spans, span)
+    return (*spans[:-1], VersionSpan(last.version, last.tokens + span.tokens, last.recomputed))
+
+
+class SampledSequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The tokens that were sampled, with the token or the string that stopped the sequence.
 
     A log-probability is that of the distribution the token was drawn from: after temperature, top-k and top-p. With
@@ -133,6 +156,45 @@ class SampledSequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """float32."""
     stop_reason: Literal["stop", "length"]
     top: TopLogprobs | None = None
+    versions: VersionSpans = ()
+    """Which weights drew the tokens, if the sampler is in flight."""
+
+
+class DrawnSequence(msgspec.Struct, frozen=True, array_like=True):
+    """What is durable of a sequence of an in-flight sample that runs, or what a slice added to it."""
+
+    tokens: bytes = b""
+    """int32, little-endian."""
+    logprobs: bytes = b""
+    """float32."""
+    versions: VersionSpans = ()
+    stop_reason: Literal["", "stop", "length"] = ""
+    """Empty while it runs."""
+    top: TopLogprobs | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) // 4
+
+    def plus(self, part: DrawnSequence) -> DrawnSequence:
+        versions = self.versions
+        for span in part.versions:
+            versions = add_span(versions, span)
+        top = part.top
+        if self.top is not None and top is not None:
+            tokens, logprobs = self.top.tokens + top.tokens, self.top.logprobs + top.logprobs
+            top = TopLogprobs(tokens, logprobs, top.k, self.top.length + top.length)
+        return DrawnSequence(
+            self.tokens + part.tokens, self.logprobs + part.logprobs, versions, part.stop_reason, top or self.top
+        )
+
+
+class DrawnPart(msgspec.Struct, frozen=True, array_like=True):
+    index: int
+    """The place among the request's samples."""
+    start: int
+    """How many tokens of the sequence come before these."""
+    added: DrawnSequence
 
 
 class SampledPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -216,6 +278,14 @@ class AddedSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sample: SampleOperation
     share: str = ""
     """Fair-share key of the slots: the samples of one tenant have the same."""
+    weights: str = ""
+    """What the ranks call the in-flight weights that it is drawn from; empty: they have the name of its sampler."""
+    drawn: Mapping[int, DrawnSequence] = {}
+    """Sequences of an in-flight sample that earlier ranks began: they go on from there."""
+
+    @property
+    def weights_name(self) -> str:
+        return self.weights or self.sample.sampler_id
 
 
 class SamplingSlice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="SAMPLE"):
@@ -261,6 +331,8 @@ class SliceResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     """Prefilled in this slice: once for all samples of a request at one rank."""
     reused_tokens: int = 0
     """Tokens of the same prompts that the prefix cache had."""
+    drawn: Mapping[str, Sequence[DrawnPart]] = {}
+    """What the slice added to in-flight samples that run on, by request."""
 
 
 encode_result: Final = msgspec.msgpack.Encoder().encode

@@ -2,7 +2,8 @@
 by tenant), what its end does, and which sampler is evicted. Types are in `sampling`, numbers in `state.Rules`.
 
 One sampling slice is in flight at a time, and slices alternate with training dispatches. A slice changes no model, so
-it is never replayed: the running samples of a lost group start again on the next one.
+it is never replayed: the running samples of a lost group start again on the next one, and those of in-flight samplers go
+on there from what is durable of them (`inflight`).
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from typing import Final
 
+import msgspec
+
 from strata.base.errors import Code, StrataError
-from strata.train.core import ops, publishing
+from strata.train.core import inflight, ops, publishing
 from strata.train.core.admission import admit, admit_sample
 from strata.train.core.client_commands import Accepted, Done
 from strata.train.core.facts import Dispatched, Fact, OperationAccepted, OperationFinished, RanksRenewed, SliceEnded
@@ -53,6 +56,8 @@ def accept_sample(state: TrainState, fact: OperationAccepted, sample: SampleOper
     if sampler.status is SamplerStatus.FAILED:
         # As if it were evicted already, which the next sampler that opens does: its client opens another one.
         raise StrataError(Code.NOT_FOUND, f"sampler {sampler.sampler_id!r} could not be opened", hint="create it again")
+    if sample.max_staleness is not msgspec.UNSET and not sampler.inflight:
+        raise StrataError(Code.INVALID, "max_staleness: the weights of this sampler never change; make one in flight")
     admit_sample(state, fact.tenant)
     return Decision(Accepted(fact.future_id, ""), (fact,))
 
@@ -132,7 +137,8 @@ def complete_slice(state: TrainState, request: CompleteSlice) -> Decision:
         lost = ops.Failed("server", "the ranks do not know of this request any more")
         ended |= {future_id: lost for future_id in state.sampling if future_id not in ended}
     facts: list[Fact] = [OperationFinished(future_id, result, request.at_s) for future_id, result in ended.items()]
-    return Decision(Done(), (*facts, SliceEnded(request.number)), tuple(ended))
+    drawn = inflight.durable_parts(state, request.drawn, ended)
+    return Decision(Done(), (*facts, SliceEnded(request.number, drawn)), tuple(ended))
 
 
 def _blame_sampler(state: TrainState, future_id: str, result: ops.Result) -> ops.Result:

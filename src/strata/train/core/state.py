@@ -15,7 +15,7 @@ from strata.train.core.commands import Row
 from strata.train.core.future import FutureStatus, FutureStore, OperationFuture
 from strata.train.core.loss_graph import CustomLoss
 from strata.train.core.replay_differences import RankNumerics, ReplayDifferences
-from strata.train.core.sampling import SampleOperation, SlicePlan
+from strata.train.core.sampling import DrawnSequence, SampleOperation, SlicePlan
 from strata.train.core.scheduler import QueuedOperation, Scheduler
 from strata.train.core.sequence import SequenceWindow
 from strata.train.core.usage import HourlyUsage, UsageCount
@@ -194,7 +194,7 @@ class SamplerStatus(StrEnum):
     FAILED = "failed"
 
 
-class SamplerState(msgspec.Struct):
+class SamplerState(msgspec.Struct, omit_defaults=True):
     """An open sampler. An evicted one is not in the state any more."""
 
     sampler_id: str
@@ -207,6 +207,15 @@ class SamplerState(msgspec.Struct):
     """The turn of its last sample: for least-recently-used eviction."""
     folder: str = ""
     """The folder of the checkpoint that it was opened from. It keeps it even if another one gets the same name."""
+    inflight: str = ""
+    """The model whose in-flight weights it has."""
+
+
+class DrawnSample(msgspec.Struct, frozen=True, array_like=True):
+    sequences: Mapping[int, DrawnSequence] = {}
+    """Those that have begun, by their place."""
+    saves: int = 0
+    """In-flight saves of its model that ended since its first token became durable."""
 
 
 class InferenceEndpoint(msgspec.Struct, frozen=True):
@@ -341,6 +350,8 @@ class TrainState:
         """Samples that are not dispatched, in the order of acceptance."""
         self.sampling: dict[str, SampleOperation] = {}
         """Samples at the ranks."""
+        self.drawn = dict(saved.drawn)
+        """What is durable of in-flight samples that run, or ran on ranks that were lost."""
         self.cancelled_samples = set(saved.cancelled_samples)
         """Samples that a client cancelled while they ran; the next slice cancels them at the ranks."""
         self.endpoints = {each.name: each for each in saved.endpoints}
@@ -428,6 +439,7 @@ class TrainState:
             turns=self.turns,
             server_operations=self.server_operations,
             samplers=list(self.samplers.values()),
+            drawn=self.drawn,
             cancelled_samples=sorted(self.cancelled_samples),
             group=self.group,
             numerics=self.numerics,
@@ -470,6 +482,7 @@ class SavedState(
     turns: int = 0
     server_operations: int = 0
     samplers: Sequence[SamplerState] = ()
+    drawn: Mapping[str, DrawnSample] = {}
     cancelled_samples: Sequence[str] = ()
     group: str = ""
     numerics: RankNumerics | None = None

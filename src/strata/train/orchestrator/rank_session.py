@@ -20,7 +20,7 @@ from strata.base import log, trace
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.journal.port import Journal
-from strata.train.core import commands, ops
+from strata.train.core import commands, inflight, ops
 from strata.train.core.facts import ReplayCompared
 from strata.train.core.inputs import (
     CommitSnapshot,
@@ -37,6 +37,7 @@ from strata.train.core.inputs import (
 from strata.train.core.ops import tokens_of
 from strata.train.core.out_of_memory import RowLimit
 from strata.train.core.replay import CompletedDispatch, divergence
+from strata.train.core.sampling import SampleOperation
 from strata.train.core.snapshots import pending_operations, recovery_point, retained_numerics
 from strata.train.core.state import Dispatch, ModelSnapshot
 from strata.train.orchestrator.backend import RemoteBackend
@@ -349,10 +350,13 @@ class RankSession:
         context = self._context
         if dispatch.snapshot:
             return commands.TakeSnapshot(str(context.settings.snapshot_folder / dispatch.path))
-        futures = context.store.state.futures
-        tenants = [futures.tenant_of(each) for each in dispatch.future_ids] if dispatch.slice is not None else ()
+        added = [
+            inflight.added_sample(context.store.state, future_id, operation)
+            for future_id, operation in zip(dispatch.future_ids, operations, strict=True)
+            if isinstance(operation, SampleOperation)
+        ]
         work = await retry_unavailable(
-            lambda: context.processor.work(dispatch, operations, self._data_ranks, tenants),
+            lambda: context.processor.work(dispatch, operations, self._data_ranks, added),
             context.store.clock,
             context.settings.limits.operation_timeout_s,
         )
@@ -487,4 +491,5 @@ def _completion(
     if reply.sampled is None:
         return CompleteDispatch(reply.number, results, at_s, reply.timing.total_s)
     future_ids = [ended.request_id for ended in reply.sampled.ended]
-    return CompleteSlice(reply.number, [*zip(future_ids, results, strict=True)], reply.sampled.requests, at_s)
+    ended = [*zip(future_ids, results, strict=True)]
+    return CompleteSlice(reply.number, ended, reply.sampled.requests, at_s, reply.sampled.drawn)

@@ -22,7 +22,6 @@ from strata.train.core.sampling import (
     SampleOperation,
     SampleOutcome,
     SamplingSlice,
-    SlicePlan,
     encode_result,
 )
 from strata.train.core.state import Dispatch
@@ -43,13 +42,14 @@ class RequestProcessor:
         self._fetch = fetch
 
     async def work(
-        self, dispatch: Dispatch, operations: Sequence[ops.Operation], ranks: int, tenants: Sequence[str] = ()
+        self, dispatch: Dispatch, operations: Sequence[ops.Operation], ranks: int, added: Sequence[AddedSample] = ()
     ) -> commands.Work:
         """Deterministic: the same for the same dispatch. NOT_FOUND or CORRUPT if a payload is lost."""
         if passes := [each for each in operations if isinstance(each, ops.ForwardBackward)]:
             return await self._pass(dispatch, passes, ranks)
         if dispatch.slice is not None:
-            return _sampling_slice(dispatch, dispatch.slice, operations, tenants)
+            plan = dispatch.slice
+            return SamplingSlice(plan.steps, added, plan.cancel, plan.eager)
         if steps := [each for each in operations if isinstance(each, ops.OptimStep)]:
             return commands.StepsCommand(steps)
         (operation,) = operations
@@ -115,16 +115,6 @@ def _single(dispatch: Dispatch, operation: ops.Operation, path: str) -> commands
             raise AssertionError(f"{type(operation).__name__} is not dispatched alone")
         case _:
             return commands.ManageModel(operation)
-
-
-def _sampling_slice(
-    dispatch: Dispatch, plan: SlicePlan, operations: Sequence[ops.Operation], tenants: Sequence[str]
-) -> SamplingSlice:
-    added = []
-    for future_id, operation, tenant in zip(dispatch.future_ids, operations, tenants, strict=True):
-        assert isinstance(operation, SampleOperation), f"{future_id} is no sample"
-        added.append(AddedSample(future_id, operation, tenant))
-    return SamplingSlice(plan.steps, added, plan.cancel, plan.eager)
 
 
 def sample_result(outcome: SampleOutcome) -> ops.Result:

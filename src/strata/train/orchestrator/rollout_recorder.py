@@ -22,7 +22,7 @@ from strata.train.core.inputs import CompleteDispatch, CompleteRouted, CompleteS
 from strata.train.core.sampling import SampleOperation, decode_result
 from strata.train.core.state import SamplerState, TrainState
 from strata.train.orchestrator.sampler_gap import (
-    Floats,
+    DrawnTokens,
     GapMeasure,
     GapMonitor,
     SampleIndex,
@@ -141,7 +141,10 @@ class RolloutRecorder:
         return ComputedPass(operation, result.payload, changed.get(model.model_id, 0), model.tenant, keep)
 
     def _version_of(self, sampler: SamplerState | None, state: TrainState) -> WeightsVersion | None:
-        """None for the base, for weights that were imported, and where it is not known any more."""
+        """None for the base, for weights that were imported, and where it is not known any more. The samples of an in-flight
+        sampler say it themselves."""
+        if sampler is not None and sampler.inflight:
+            return WeightsVersion(sampler.inflight, 0)
         if sampler is None or sampler.model_path is None:
             return None if sampler is None else self._made.get(sampler.sampler_id)
         run_id, _, rest = sampler.model_path.removeprefix("tinker://").partition("/")
@@ -217,12 +220,13 @@ class RolloutRecorder:
         operation: ops.ForwardBackward,
         number: int,
         sequence: TrainedSequence,
-        drawn: Floats,
+        drawn: DrawnTokens,
         measure: GapMeasure,
     ) -> KeptRollout:
         source: SampleSource = "unknown" if measure.unknown else "stale" if measure.stale else "same_weights"
         answer = slice(sequence.prompt - 1, None)
-        distance = np.abs(sequence.trained[answer].astype(np.float64) - drawn[answer])
+        distance = np.abs(sequence.trained[answer].astype(np.float64) - drawn.logprobs[answer])
+        versions = drawn.versions[answer][drawn.versions[answer] >= 0]
         answered = len(distance) > 0
         summary = RolloutSummary(
             rollout_id=f"{operation.model_id}:{operation.seq_id}:{number}",
@@ -237,14 +241,17 @@ class RolloutRecorder:
             gap_mean=float(distance.mean()) if answered else 0.0,
             gap_max=float(distance.max()) if answered else 0.0,
             reward=sequence.reward,
+            oldest_version=int(versions.min()) if len(versions) else None,
+            newest_version=int(versions.max()) if len(versions) else None,
         )
         return KeptRollout(
             summary=summary,
             tokens=sequence.tokens.tobytes(),
-            sampler=drawn.tobytes(),
+            sampler=drawn.logprobs.tobytes(),
             trainer=sequence.trained.tobytes(),
             advantages=sequence.advantages.tobytes(),
             weights=sequence.weights.tobytes(),
+            versions=drawn.versions.astype("<i4").tobytes(),
         )
 
 

@@ -5,7 +5,8 @@ A difference is legitimate after an optimizer step, at another temperature, and 
 a token is compared only if all of these hold:
 
 - this server drew it, from a sampler of the same model, at temperature 1 without top-k and top-p, or at temperature 0;
-- no optimizer step and no load changed the weights of the model between the sampler and the pass;
+- no optimizer step and no load changed the weights of the model between the sampler, or the oldest version of an
+  in-flight one that drew a token of the sample, and the pass;
 - all tokens before it are the same, and the pass trains on the whole sample.
 
 What was drawn is recorded here, so the log probabilities that a client sends along are not relied on. The record is in
@@ -27,7 +28,7 @@ import numpy.typing as npt
 
 from strata.base import log
 from strata.train.core.ops import Datum, DatumOutput, Dense, DType
-from strata.train.core.sampling import SampledSequence, SampleOperation
+from strata.train.core.sampling import SampledSequence, SampleOperation, VersionSpans
 from strata.train.status.reports import GapStatus
 
 MAX_RECORDED_TOKENS: Final = 4 << 20
@@ -39,6 +40,7 @@ _NUMPY: Final = {DType.F32: "<f4", DType.I64: "<i8", DType.I32: "<i4"}
 _log = log.get(__name__)
 
 Floats = npt.NDArray[np.float32]
+Versions = npt.NDArray[np.int32]
 
 
 class WeightsVersion(NamedTuple):
@@ -51,6 +53,23 @@ class WeightsVersion(NamedTuple):
 class RecordedSample(NamedTuple):
     version: WeightsVersion
     logprobs: Floats
+    spans: VersionSpans = ()
+    """Those of an in-flight sampler."""
+
+    @property
+    def versions(self) -> Versions:
+        """The version that drew each token."""
+        if not self.spans:
+            return np.full(len(self.logprobs), self.version.seq_id, np.int32)
+        return np.repeat([each.version for each in self.spans], [each.tokens for each in self.spans]).astype(np.int32)
+
+
+class DrawnTokens(NamedTuple):
+    """What is known of how a sequence was drawn. Position i is about token i + 1."""
+
+    logprobs: Floats
+    versions: Versions
+    """-1 where it is not known."""
 
 
 def is_comparable(sample: SampleOperation) -> bool:
@@ -71,11 +90,14 @@ class SampleIndex:
         logprobs = np.frombuffer(sequence.logprobs, "<f4")
         if not len(logprobs):
             return
+        if sequence.versions:
+            # As old as its oldest token: no step after that, and all its weights are the same.
+            version = WeightsVersion(version.model_id, min(each.version for each in sequence.versions))
         key = _digest(prompt, sequence.tokens), len(logprobs)
         # A later version may have drawn the same tokens: its log probabilities are the ones to compare with.
         before = self._samples.pop(key, None)
         self._tokens += _weight(logprobs) - (0 if before is None else _weight(before.logprobs))
-        self._samples[key] = RecordedSample(version, logprobs)
+        self._samples[key] = RecordedSample(version, logprobs, sequence.versions)
         while self._tokens > self._max_tokens:
             oldest = self._samples.pop(next(iter(self._samples)))
             self._tokens -= _weight(oldest.logprobs)
@@ -203,18 +225,18 @@ class GapMeasure:
             "same_weights_tokens:sum": float(self.tokens),
         }
 
-    def add(self, sequence: TrainedSequence, index: SampleIndex, model_id: str, changed: int) -> Floats:
+    def add(self, sequence: TrainedSequence, index: SampleIndex, model_id: str, changed: int) -> DrawnTokens:
         """Compare a sequence. Returns the sampler's log probabilities: as recorded here, else as the client sent them.
 
         `changed` is the last operation of the model before this pass that changed its weights.
         """
-        drawn = sequence.given.copy()
+        drawn = DrawnTokens(sequence.given.copy(), np.full(len(sequence.given), -1, np.int32))
         for first, last in sequence.learned_runs():
             sample = sequence.find_sample(index, first, last)
             if sample is None or sample.version.model_id != model_id:
                 self.unknown += last - first
                 continue
-            drawn[first:last] = sample.logprobs
+            drawn.logprobs[first:last], drawn.versions[first:last] = sample.logprobs, sample.versions
             if sample.version.seq_id < changed:
                 self.stale += last - first
                 continue

@@ -23,7 +23,7 @@ import torch
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.train.checkpoints.checkpoint import CheckpointManifest
-from strata.train.core import commands, ops
+from strata.train.core import commands, inflight, ops
 from strata.train.core.replay_differences import RankNumerics
 from strata.train.runner.checkpoint import formats, save_load
 from strata.train.runner.checkpoint.save_load import fetch_folder
@@ -254,6 +254,8 @@ class ModelRunner:
                 sampler.close(evicted)
         if isinstance(operation, ops.SaveSampler):
             model = self._resident(operation.model_id)
+            if operation.inflight:
+                return self._publish_inflight(operation, model)
             if folder != Path():
                 unnamed = ops.SaveWeights(operation.model_id, operation.seq_id, "sampler_weights", folder.name)
                 self.save(unnamed, folder)
@@ -266,6 +268,14 @@ class ModelRunner:
         else:
             self._open_checkpoint(sampler_id, folder)
         return ops.SamplerOpened(sampler_id)
+
+    def _publish_inflight(self, operation: ops.SaveSampler, model: TrainedModel) -> ops.SamplerOpened:
+        if not isinstance(model, LoraModel):
+            raise StrataError(Code.UNSUPPORTED, inflight.ONLY_ADAPTERS)
+        recompute = inflight.recomputes(model.created.user_metadata)
+        weights = inflight.weights_name(operation.model_id)
+        self.sampler.publish(weights, model.adapter, operation.seq_id, recompute=recompute)
+        return ops.SamplerOpened(operation.sampler_id)
 
     def _open_checkpoint(self, sampler_id: str, folder: Path) -> None:
         self.sampler.check_architecture()
@@ -338,6 +348,9 @@ class ModelRunner:
                 lora = state.sampler_lora(entry)
                 adapter = self.base.new_sampled_adapter(lora, self.ranks.device)
                 state.read_sampler_adapter(reader, number, entry, adapter)
+                version = entry.version
+                if version is not None:
+                    return lambda: self.sampler.publish(entry.sampler_id, adapter, version, recompute=False)
                 return lambda: self.sampler.open_adapter(entry.sampler_id, adapter)
             case "whole":
                 live, dtype = dict(sharded(self.base.packed)), DTYPES[self.settings.dtype]

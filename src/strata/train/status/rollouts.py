@@ -52,6 +52,10 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
     gap_max: float
     reward: float | None = None
     """The reward as the client sent it; None if it did not."""
+    oldest_version: int | None = None
+    """The saves of the model whose weights drew the answer, by their sequence numbers: the oldest and the newest, which
+    differ for an in-flight sampler. None where that is not known."""
+    newest_version: int | None = None
 
 
 class KeptRollout(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,10 +68,13 @@ class KeptRollout(msgspec.Struct, frozen=True, kw_only=True):
     trainer: bytes
     advantages: bytes
     weights: bytes
+    versions: bytes = b""
+    """int32, about the tokens as the other arrays: the save whose weights drew each token; -1 where that is not
+    known."""
 
     @property
     def size(self) -> int:
-        arrays = (self.tokens, self.sampler, self.trainer, self.advantages, self.weights)
+        arrays = (self.tokens, self.sampler, self.trainer, self.advantages, self.weights, self.versions)
         return sum(map(len, arrays)) + _OVERHEAD
 
 

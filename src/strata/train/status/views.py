@@ -87,6 +87,7 @@ class SamplerView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     sampler_id: str
     base_model: str
     model_path: str | None
+    inflight: bool = False
 
 
 class SamplerJoined(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sampler_joined"):
@@ -213,7 +214,7 @@ def view_ended_sample(state: TrainState, future_id: str) -> SampleEnded:
 
 
 def view_sampler(sampler: SamplerState) -> SamplerView:
-    return SamplerView(sampler.sampler_id, sampler.base_model, sampler.model_path)
+    return SamplerView(sampler.sampler_id, sampler.base_model, sampler.model_path, bool(sampler.inflight))
 
 
 def view_checkpoint(state: TrainState, checkpoint: ModelCheckpoint, size: int) -> ModelCheckpointView:

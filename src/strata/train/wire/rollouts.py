@@ -38,6 +38,8 @@ class RolloutToken(msgspec.Struct, frozen=True, kw_only=True):
     gap: float | None = None
     """Absolute difference, in nats."""
     advantage: float | None = None
+    version: int | None = None
+    """The sequence number of the save whose weights drew it; None if that is not known, and for the prompt."""
 
 
 class RolloutReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +52,7 @@ def rollout_reply(rollout: KeptRollout, text_of: TokenText | None) -> RolloutRep
     sampler, trainer, advantages = (
         _unpack("f", each) for each in (rollout.sampler, rollout.trainer, rollout.advantages)
     )
+    versions = _unpack("i", rollout.versions) or [-1] * len(sampler)
     described = []
     for place, token in enumerate(tokens):
         text = None if text_of is None else text_of(token)
@@ -66,6 +69,7 @@ def rollout_reply(rollout: KeptRollout, text_of: TokenText | None) -> RolloutRep
                 trainer=learned,
                 gap=None if drawn is None or learned is None else abs(learned - drawn),
                 advantage=_finite(advantages[place - 1]),
+                version=versions[place - 1] if versions[place - 1] >= 0 else None,
             )
         )
     return RolloutReply(summary=rollout.summary, tokens=described)

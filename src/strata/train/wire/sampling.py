@@ -97,6 +97,8 @@ class SampleRequest(StrictBody, frozen=True, kw_only=True):
     prompt_alt_tokens_k: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     prompt_logprobs_last_n: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     record_stability_info: bool | None = None
+    max_staleness: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    """Of an in-flight sampler: so many saves may end while the sample runs. Not of the SDK `tinker`."""
 
     def operation(self) -> SampleOperation:
         if self.sampling_session_id is None or self.seq_id is None:
@@ -125,6 +127,7 @@ class SampleRequest(StrictBody, frozen=True, kw_only=True):
             prompt_logprobs_last_n=last,
             targets=None if named is None else targets_of(named, length),
             prompt_draws=self.prompt_alt_tokens_k,
+            max_staleness=msgspec.UNSET if self.max_staleness is None else self.max_staleness,
         )
 
 
@@ -177,14 +180,13 @@ class SaveWeightsForSampler(SaveBody, frozen=True, kw_only=True):
 
     def operation(self) -> ops.SaveWeights | ops.SaveSampler:
         """Files with a name, or a sampler that lives only in memory."""
-        if self.kind == "inflight":
-            raise invalid_field(
-                "kind", "the weights of a sampler of this server never change; save a snapshot after every step instead"
-            )
+        inflight = self.kind == "inflight"
         if self.path is None and self.sampling_session_seq_id is not None:
             session_id = self.model_id.rpartition(":train:")[0]
             sampler_id = sampler_id_of(session_id, self.sampling_session_seq_id)
-            return ops.SaveSampler(self.model_id, self.seq_id, sampler_id)
+            return ops.SaveSampler(self.model_id, self.seq_id, sampler_id, inflight)
+        if inflight:
+            raise invalid_field("kind", "an in-flight sampler has a sampling_session_seq_id and no path")
         return self.save("sampler_weights")
 
 
@@ -214,6 +216,9 @@ class SamplerReply(msgspec.Struct, frozen=True, kw_only=True):
     sampler_id: str
     base_model: str
     model_path: str | None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    """`inflight`: later saves replace its weights, and the built-in sampler draws its samples, whatever engines there
+    are."""
 
 
 class SamplerTarget(StrictBody, frozen=True, kw_only=True):
@@ -296,11 +301,13 @@ def write_json(result: SampleResult) -> bytes:
 
 
 def _sequence(sequence: SampledSequence) -> dict[str, Any]:
-    fields = {
+    fields: dict[str, Any] = {
         "stop_reason": sequence.stop_reason,
         "tokens": np.frombuffer(sequence.tokens, "<i4").tolist(),
         "logprobs": np.frombuffer(sequence.logprobs, "<f4").tolist(),
     }
+    if sequence.versions:
+        fields["versions"] = [msgspec.structs.asdict(span) for span in sequence.versions]
     return fields if sequence.top is None else fields | {"topk_logprobs": _top_logprobs(sequence.top)}
 
 

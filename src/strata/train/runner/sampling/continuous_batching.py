@@ -1,13 +1,14 @@
 """Continuous batching: when waiting sequences are admitted, prefill of prompts, one decode step of all, and removal of
 ended ones.
 
-A step is at most one prefill, over the prompts of the sequences that were admitted, and one decode, over a single token
-of every running sequence. What belongs to the rows of a decode is rebuilt when a sequence joins or leaves, not with
+A step is at most one prefill, over the prompts of the sequences that were admitted, the refill of those that go on
+without keys and values of the present weights, and one decode, over a single token of every running sequence. What belongs to the rows of a decode is rebuilt when a sequence joins or leaves, not with
 every token.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from itertools import groupby
 
 import torch
 
+from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.lora.hooks import Span
 from strata.train.runner.sampling.inference_model import InferenceModel
 from strata.train.runner.sampling.kv_cache import BLOCK, DecodePlan, KVCache, KVPool, KVPoolRows, PrefillPlan, Prompt
@@ -95,6 +97,7 @@ class RunningBatch:
         admitted = self._admit()
         if admitted:
             self._prefill(admitted, outcomes)
+        self._refill(outcomes)
         if self.running:
             self._decode(outcomes)
 
@@ -118,15 +121,18 @@ class RunningBatch:
                 # To the end: with more shares than slots, the shares behind it would otherwise never get one.
                 self._waiting[share] = queue
             slots[share] += 1
+            sequence = self._start(group, index)
+            if sequence.refill:
+                continue
             if new:
                 admitted[group.request_id] = group, []
                 tokens += len(group.prompt)
-            admitted[group.request_id][1].append(self._start(group, index))
+            admitted[group.request_id][1].append(sequence)
         return list(admitted.values())
 
     def _start(self, group: SequenceGroup, index: int) -> RunningSequence:
         pool, slot = self._cache.allocate(self.key, group.slot_length)
-        sequence = RunningSequence(group, index, pool, slot, length=len(group.prompt))
+        sequence = RunningSequence(group, index, pool, slot)
         self.running.append(sequence)
         self._by_pool.setdefault(pool, []).append(sequence)
         self._rows = None
@@ -139,7 +145,7 @@ class RunningBatch:
         hidden = self._prompt_hidden(admitted, plan)
         for group, sequences in admitted:
             first = sequences[0]
-            self._cache.remember(group.sample.sampler_id, group.sample.prompt, first.pool, first.slot)
+            self._cache.remember(group.prefix_owner, group.sample.prompt, first.pool, first.slot)
         lengths = [prompt.length for prompt in plan]
         for (group, _), prompt_hidden in zip(admitted, torch.split(hidden, lengths), strict=True):
             if group.wants_prompt:
@@ -149,10 +155,56 @@ class RunningBatch:
         last = torch.tensor(lengths, device=hidden.device).cumsum(0) - 1
         self._sample_first(admitted, hidden[last], outcomes)
 
+    def _refill(self, outcomes: SliceOutcomes) -> None:
+        """Compute the keys and values of sequences that go on without those of the present weights: of their prompt and
+        of all tokens but the newest, which the next decode step computes."""
+        stale = [sequence for sequence in self.running if sequence.refill]
+        while stale:
+            tokens = itertools.accumulate(sequence.length for sequence in stale)
+            count = max(sum(total <= self._prompt_tokens for total in tokens), 1)
+            self._refill_some(stale[:count], outcomes)
+            stale = stale[count:]
+
+    def _refill_some(self, sequences: Sequence[RunningSequence], outcomes: SliceOutcomes) -> None:
+        sequences = sorted(sequences, key=lambda sequence: id(sequence.group.adapter))
+        parts = []
+        for each in sequences:
+            drawn = torch.tensor(each.tokens[:-1], dtype=torch.int64, device=each.group.prompt.device)
+            parts.append(torch.cat([each.group.prompt, drawn]))
+        hidden = self._model.hidden(
+            torch.cat(parts),
+            torch.cat([torch.arange(len(part), device=part.device) for part in parts]),
+            spans_of((each.group, each.length) for each in sequences),
+            PrefillPlan([Prompt(each.length, [(each.pool, each.slot)]) for each in sequences]),
+        )
+        for each, states in zip(sequences, torch.split(hidden, [each.length for each in sequences]), strict=True):
+            each.refill, each.recomputed = False, True
+            group = each.group
+            if group.wants_prompt:
+                prompt = compute_prompt_logprobs(self._model, group, states[: len(group.prompt)])
+                outcomes.prompts.append((group.request_id, prompt))
+                group.wants_prompt = False
+        outcomes.prompt_tokens += len(hidden)
+
+    def replace_weights(self, weights: str, adapter: Adapter, version: int, *, recompute: bool) -> None:
+        """Draw on with a new version of weights that in-flight samplers share."""
+        for group in self.groups():
+            if group.weights == weights:
+                group.adapter, group.version = adapter, version
+        for sequence in self.running:
+            sequence.refill |= recompute and sequence.group.weights == weights
+        self._rows = None
+
+    def take_drawn(self, outcomes: SliceOutcomes) -> None:
+        """Report what in-flight samples that run on have drawn."""
+        for sequence in self.running:
+            if (part := sequence.take_drawn()) is not None:
+                outcomes.drawn.append((sequence.group.request_id, part))
+
     def _plan_prompt(self, group: SequenceGroup, sequences: Sequence[RunningSequence]) -> Prompt:
         """Log probabilities of a prompt need the hidden states of all its tokens, so nothing of it is reused."""
         sample = group.sample
-        prefix = [] if group.wants_prompt else self._cache.prefixes.match(sample.sampler_id, sample.prompt)
+        prefix = [] if group.wants_prompt else self._cache.prefixes.match(group.prefix_owner, sample.prompt)
         slots = [(sequence.pool, sequence.slot) for sequence in sequences]
         return Prompt(len(group.prompt) - len(prefix) * BLOCK, slots, prefix)
 
@@ -204,6 +256,8 @@ class RunningBatch:
             reason = sequence.accept(token, logprob)
             if reason is not None:
                 finished.append(sequence)
+                if (part := sequence.take_drawn(reason)) is not None:
+                    outcomes.drawn.append((sequence.group.request_id, part))
                 outcomes.sequences.append((sequence.group.request_id, sequence.index, sequence.result(reason)))
             elif sequence.group.sample.stream:
                 outcomes.streamed.append((sequence.group.request_id, sequence.last_part()))

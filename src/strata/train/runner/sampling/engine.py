@@ -4,8 +4,9 @@ what it reports.
 Sequences with the same base weights run in one batch, each with its own adapter or none. The batches and the KV cache
 stay as they are between two time slices.
 
-The weights of an open sampler never change, whatever is trained meanwhile. They are the base itself, a copy of an
-adapter, or in full fine-tuning a copy of the full model. Each rank holds its shards of the full model, and of an
+The weights of an open sampler never change, whatever is trained meanwhile, unless it is in flight. They are the base
+itself, a copy of an adapter, or in full fine-tuning a copy of the full model. The in-flight samplers of a model share a
+copy of its adapter, which another one replaces between two slices. Each rank holds its shards of the full model, and of an
 adapter all but the experts that other ranks hold.
 The live weights of a full fine-tune are never sampled from: a sequence that began before an optimizer step would be
 continued by another model after it.
@@ -21,7 +22,8 @@ import torch
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
-from strata.train.core.sampling import SampledPart, SampleOperation
+from strata.base.support import INFLIGHT, report_experimental
+from strata.train.core.sampling import AddedSample, SampledPart
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.determinism import any_kernels
 from strata.train.runner.lora.adapter import Adapter
@@ -77,12 +79,22 @@ class SamplingEngine:
         self.check_architecture()
         self._samplers.open_full(sampler_id, parameters)
 
+    def publish(self, weights: str, adapter: Adapter, version: int, *, recompute: bool) -> None:
+        """Let in-flight samplers sample from a copy of the adapter as it is now. Running samples of theirs go on with it;
+        with `recompute` after their keys and values were computed again."""
+        self.check_architecture()
+        if weights not in self._samplers and self._ranks.is_rank0:
+            report_experimental((INFLIGHT,))
+        copy = self._samplers.publish(weights, adapter, version)
+        for batch in self._batches.values():
+            batch.replace_weights(weights, copy, version, recompute=recompute)
+
     def close(self, sampler_id: str) -> None:
-        """Requests that still run fail in the next time slice."""
+        """Requests that still run fail in the next time slice. In-flight weights are closed by their name."""
         self._samplers.close(sampler_id)
         self._cache.prefixes.drop(sampler_id)
         for batch in self._batches.values():
-            aborted = {group.request_id for group in batch.groups() if group.sample.sampler_id == sampler_id}
+            aborted = {group.request_id for group in batch.groups() if group.weights == sampler_id}
             with torch.inference_mode():
                 batch.drop(aborted)
             self._aborted += [(request_id, "its sampler was closed") for request_id in sorted(aborted)]
@@ -92,9 +104,10 @@ class SamplingEngine:
         """Makes for rank 0 what distributes requests over the ranks."""
         return SampleScatter(self._ranks.size, self.cost, self.limits.requests)
 
-    def cost(self, sample: SampleOperation) -> int:
+    def cost(self, added: AddedSample) -> int:
         """The tokens that each sequence of a request reserves; an error if the request cannot be sampled."""
-        if sample.sampler_id not in self._samplers:
+        sample = added.sample
+        if added.weights_name not in self._samplers:
             raise StrataError(Code.NOT_FOUND, f"there is no sampler {sample.sampler_id!r}")
         self._validator.check(sample)
         return self._validator.slot_length(sample)
@@ -112,13 +125,14 @@ class SamplingEngine:
                 self._add(added)
             for batch in self._batches.values():
                 batch.drop(set(work.cancel))
-        open_samplers = [sampler_id for sampler_id in work.samplers if sampler_id in self._samplers]
-        for key in dict.fromkeys(self._samplers.key(sampler_id) for sampler_id in open_samplers):
-            sampled = [self._samplers.adapter(each) for each in open_samplers if self._samplers.key(each) == key]
+        sampled_weights = [name for name in work.weights if name in self._samplers]
+        for key in dict.fromkeys(self._samplers.key(name) for name in sampled_weights):
+            sampled = [self._samplers.adapter(name) for name in sampled_weights if self._samplers.key(name) == key]
             adapters = [adapter for adapter in sampled if adapter is not None]
             with self._model.with_weights(self._samplers.parameters(key), adapters), torch.inference_mode():
                 if key in self._batches:
                     _run_steps(self._batches[key], work, outcomes, report)
+                    self._batches[key].take_drawn(outcomes)
         if not self._cache.sequences:
             self._cache.trim()
         return self._report(outcomes)
@@ -136,25 +150,30 @@ class SamplingEngine:
     def _add(self, added: RankSequences) -> None:
         sample = added.sample
         params = sample.params
-        key = self._samplers.key(sample.sampler_id)
+        weights = added.weights or sample.sampler_id
+        key = self._samplers.key(weights)
         if key not in self._batches:
             self._batches[key] = RunningBatch(key, self._cache, self._model, self.limits.prompt_tokens)
         group = SequenceGroup(
             request_id=added.request_id,
             sample=sample,
             prompt=tokens_from(sample.prompt).to(self._ranks.device),
-            adapter=self._samplers.adapter(sample.sampler_id),
+            adapter=self._samplers.adapter(weights),
             limit=self._validator.limit(sample),
             slot_length=self._validator.slot_length(sample),
             stops=frozenset(params.stop_tokens) | (self._validator.end_tokens if params.end_tokens else frozenset()),
             decode=self._validator.decoder() if params.stop_strings else None,
             wants_prompt=added.prompt and sample.wants_prompt,
             share=added.share,
+            weights=weights,
+            version=self._samplers.version(weights),
+            drawn=added.drawn,
         )
         self._batches[key].add(group, added.indices)
 
-    def entries(self) -> Iterator[tuple[str, Adapter | None, Mapping[str, torch.Tensor] | None]]:
-        """Every sampler with its adapter, or its full model, or neither if it samples from the base."""
+    def entries(self) -> Iterator[tuple[str, Adapter | None, Mapping[str, torch.Tensor] | None, int | None]]:
+        """Every sampler with its adapter, or its full model, or neither if it samples from the base; and its version, if
+        it stands for in-flight weights."""
         yield from self._samplers.entries()
 
     def check_architecture(self) -> None:
@@ -187,6 +206,7 @@ class _Weights:
 
     adapter: Adapter | None = None
     full: Mapping[str, torch.Tensor] | None = None
+    version: int | None = None
 
 
 class SamplerWeights:
@@ -211,6 +231,14 @@ class SamplerWeights:
         self._check_capacity(sampler_id)
         self._samplers[sampler_id] = _Weights(adapter=self._base.copy_for_sampling(adapter))
 
+    def publish(self, name: str, adapter: Adapter, version: int) -> Adapter:
+        """Replaces weights that in-flight samplers share by a copy of the adapter, which is returned."""
+        if name not in self._samplers:
+            self._check_capacity(name)
+        copy = self._base.copy_for_sampling(adapter)
+        self._samplers[name] = _Weights(adapter=copy, version=version)
+        return copy
+
     def open_full(self, sampler_id: str, parameters: Mapping[str, torch.Tensor] | None = None) -> None:
         """A copy of these parameters, or of the live ones as they are now."""
         self._check_capacity(sampler_id)
@@ -228,13 +256,17 @@ class SamplerWeights:
     def adapter(self, sampler_id: str) -> Adapter | None:
         return self._samplers[sampler_id].adapter
 
+    def version(self, sampler_id: str) -> int | None:
+        return self._samplers[sampler_id].version
+
     def parameters(self, key: str) -> Mapping[str, torch.Tensor]:
         full = None if key == LIVE else self._samplers[key].full
         return dict(self._base.lm.named_parameters()) if full is None else full
 
-    def entries(self) -> Iterator[tuple[str, Adapter | None, Mapping[str, torch.Tensor] | None]]:
+    def entries(self) -> Iterator[tuple[str, Adapter | None, Mapping[str, torch.Tensor] | None, int | None]]:
         """Every sampler with its adapter or its full model, in the order in which they were opened."""
-        yield from ((name, weights.adapter, weights.full) for name, weights in self._samplers.items())
+        for name, weights in self._samplers.items():
+            yield name, weights.adapter, weights.full, weights.version
 
     def tensors(self) -> Iterator[torch.Tensor]:
         for weights in self._samplers.values():

@@ -15,6 +15,8 @@ import msgspec
 from strata.base.errors import StrataError
 from strata.train.core.sampling import (
     AddedSample,
+    DrawnPart,
+    DrawnSequence,
     EndedSample,
     SampledPart,
     SampledSequence,
@@ -42,6 +44,8 @@ class SliceOutcomes(msgspec.Struct, array_like=True):
     prompt_tokens: int = 0
     reused_tokens: int = 0
     """Tokens of prompts that the prefix cache had."""
+    drawn: list[tuple[str, DrawnPart]] = []
+    """What was added to in-flight samples, by request."""
 
     @property
     def ended(self) -> int:
@@ -58,14 +62,18 @@ class RankSequences(msgspec.Struct, frozen=True, array_like=True):
     prompt: bool
     """Whether this rank also computes the log probabilities of the prompt."""
     share: str = ""
+    weights: str = ""
+    """In-flight weights; empty: those of its sampler."""
+    drawn: Mapping[int, DrawnSequence] = {}
+    """What earlier ranks drew of these sequences."""
 
 
 class RankSlice(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's part of a time slice. `samplers` are the same on all ranks: they gather the weights of each."""
+    """One rank's part of a time slice. `weights` are the same on all ranks: they gather each."""
 
     steps: int
     eager: bool
-    samplers: Sequence[str]
+    weights: Sequence[str]
     add: Sequence[RankSequences]
     cancel: Sequence[str]
 
@@ -88,6 +96,7 @@ decode_slice_result: Final = msgspec.msgpack.Decoder(RankSliceResult).decode
 @dataclass
 class _Request:
     sample: SampleOperation
+    weights: str
     ranks: Mapping[int, Sequence[int]]
     cost: int
     """Tokens that each sequence reserves in the KV cache."""
@@ -106,7 +115,7 @@ class SampleScatter:
     `cost` returns the tokens that a sequence of a request reserves, or raises why the request cannot be sampled.
     """
 
-    def __init__(self, ranks: int, cost: Callable[[SampleOperation], int], max_requests: int) -> None:
+    def __init__(self, ranks: int, cost: Callable[[AddedSample], int], max_requests: int) -> None:
         self._cost = cost
         self._max_requests = max_requests
         self._load = [0] * ranks
@@ -125,9 +134,9 @@ class SampleScatter:
             if request_id in self._requests:
                 self._end(request_id, SampleFailed("cancelled", "it was cancelled"))
         cancels = self._take_dropped()
-        samplers = sorted({request.sample.sampler_id for request in self._requests.values()})
+        weights = sorted({request.weights for request in self._requests.values()})
         return [
-            RankSlice(time_slice.steps, time_slice.eager, samplers, add, cancel)
+            RankSlice(time_slice.steps, time_slice.eager, weights, add, cancel)
             for add, cancel in zip(adds, cancels, strict=True)
         ]
 
@@ -141,7 +150,7 @@ class SampleScatter:
     def _add(self, added: AddedSample, adds: list[list[RankSequences]]) -> None:
         request_id, sample = added.request_id, added.sample
         try:
-            cost = self._cost(sample)
+            cost = self._cost(added)
         except StrataError as error:
             failed = SampleFailed("server" if error.code in SERVER_ERRORS else "user", str(error))
             self._ended.append(EndedSample(request_id, failed))
@@ -151,13 +160,22 @@ class SampleScatter:
             self._ended.append(EndedSample(request_id, SampleFailed("server", message)))
             return
         ranks: dict[int, list[int]] = {}
-        for index in range(sample.num_samples):
+        done = {index: each for index, each in added.drawn.items() if each.stop_reason}
+        left = [index for index in range(sample.num_samples) if index not in done]
+        for index in left:
             rank = self._load.index(min(self._load))
             self._load[rank] += cost
             ranks.setdefault(rank, []).append(index)
-        self._requests[request_id] = _Request(sample, ranks, cost)
+        self._requests[request_id] = request = _Request(sample, added.weights_name, ranks, cost)
+        for index, sequence in done.items():
+            assert sequence.stop_reason, "it has ended"
+            request.sequences[index] = SampledSequence(
+                sequence.tokens, sequence.logprobs, sequence.stop_reason, sequence.top, sequence.versions
+            )
         for rank, indices in ranks.items():
-            adds[rank].append(RankSequences(request_id, sample, indices, indices[0] == 0, added.share))
+            drawn = {index: added.drawn[index] for index in indices if index in added.drawn}
+            first = indices[0] == left[0]
+            adds[rank].append(RankSequences(request_id, sample, indices, first, added.share, added.weights, drawn))
 
     def merge(self, reports: Sequence[RankSliceResult]) -> SliceResult:
         for report in reports:
@@ -178,7 +196,16 @@ class SampleScatter:
             sampled_tokens=sum(report.outcomes.sampled_tokens for report in reports),
             prompt_tokens=sum(report.outcomes.prompt_tokens for report in reports),
             reused_tokens=sum(report.outcomes.reused_tokens for report in reports),
+            drawn=self._drawn(reports),
         )
+
+    def _drawn(self, reports: Sequence[RankSliceResult]) -> Mapping[str, Sequence[DrawnPart]]:
+        """Only of samples that run on: a result has all tokens."""
+        drawn: dict[str, list[DrawnPart]] = {}
+        for request_id, part in (each for report in reports for each in report.outcomes.drawn):
+            if request_id in self._requests:
+                drawn.setdefault(request_id, []).append(part)
+        return drawn
 
     def _collect(self, report: SliceOutcomes) -> None:
         for request_id, prompt in report.prompts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,10 +12,15 @@ import torch
 from strata.train.core.sampling import (
     CONTEXT,
     MISSING_LOGPROB,
+    DrawnPart,
+    DrawnSequence,
     SampledPart,
     SampledSequence,
     SampleOperation,
     TopLogprobs,
+    VersionSpan,
+    VersionSpans,
+    add_span,
     decode_context,
 )
 from strata.train.runner.lora.adapter import Adapter
@@ -86,6 +91,17 @@ class SequenceGroup:
     """Whether this rank computes the log probabilities of the prompt."""
     share: str
     """The tenant to whom its slots are charged."""
+    weights: str
+    """The name of its weights: that of its sampler, or of weights that in-flight samplers share."""
+    version: int | None = None
+    """The version of in-flight weights; it changes with them. None: the weights never change."""
+    drawn: Mapping[int, DrawnSequence] = field(default_factory=dict)
+    """What earlier ranks drew, by the place of the sequence."""
+
+    @property
+    def prefix_owner(self) -> str:
+        """Prompts share a prefix only if one version computed both."""
+        return self.sample.sampler_id if self.version is None else f"{self.sample.sampler_id}@{self.version}"
 
 
 @dataclass(eq=False)
@@ -103,20 +119,45 @@ class RunningSequence:
     top_logprobs: bytearray = field(default_factory=bytearray)
     rng: SeededRng | None = None
     strings: StopStrings | None = None
+    versions: VersionSpans = ()
+    reported: int = 0
+    """Tokens that are durable, or in the report of this slice."""
+    refill: bool = False
+    """Keys and values of all its tokens but the newest are to be computed before the next step."""
+    recomputed: bool = False
+    """That was done since its newest token."""
 
     def __post_init__(self) -> None:
         sample = self.group.sample
         params = sample.params
         if not is_greedy(params):
             self.rng = SeededRng(f"{rng_name(sample)}/{self.index}")
+        self.length = len(self.group.prompt)
+        if (drawn := self.group.drawn.get(self.index)) is not None:
+            self._resume(drawn)
         if params.stop_strings and self.group.decode is not None:
             prompt = self.group.prompt[-2 * CONTEXT :].tolist()
             self.strings = StopStrings(self.group.decode, params.stop_strings, prompt)
+
+    def _resume(self, drawn: DrawnSequence) -> None:
+        """Go on after what earlier ranks drew, at the same place of the seeded numbers."""
+        self.tokens = tokens_from(drawn.tokens).tolist()
+        self.logprobs = np.frombuffer(drawn.logprobs, "<f4").tolist()
+        self.versions, self.reported, self.refill = drawn.versions, drawn.length, True
+        if drawn.top is not None:
+            self.top_tokens, self.top_logprobs = bytearray(drawn.top.tokens), bytearray(drawn.top.logprobs)
+        if self.rng is not None:
+            for _ in range(drawn.length):
+                self.rng.next()
+        self.length += drawn.length - 1
 
     def accept(self, token: int, logprob: float) -> Literal["stop", "length"] | None:
         """Append a token. Returns the stop reason if the sequence has ended."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        if self.group.version is not None:
+            self.versions = add_span(self.versions, VersionSpan(self.group.version, 1, self.recomputed))
+            self.recomputed = False
         if token in self.group.stops or (self.strings is not None and self.strings.match(self.tokens)):
             return "stop"
         return "length" if len(self.tokens) >= self.group.limit else None
@@ -127,6 +168,21 @@ class RunningSequence:
         k = self.group.sample.topk_sample_logprobs
         self.top_tokens += tokens[:k].numpy().tobytes()
         self.top_logprobs += logprobs[:k].numpy().tobytes()
+
+    def take_drawn(self, reason: Literal["", "stop", "length"] = "") -> DrawnPart | None:
+        """What was drawn since the last report; None if nothing was. One version drew it: a slice has no other."""
+        start, count = self.reported, len(self.tokens) - self.reported
+        if not count or self.group.version is None:
+            return None
+        self.reported = len(self.tokens)
+        last, k = self.versions[-1], self.group.sample.topk_sample_logprobs
+        span = VersionSpan(last.version, count, last.recomputed and last.tokens == count)
+        top = None
+        if k:
+            first = 4 * k * start
+            top = TopLogprobs(bytes(self.top_tokens[first:]), bytes(self.top_logprobs[first:]), k, count)
+        tokens, logprobs = np.asarray(self.tokens[start:], "<i4"), np.asarray(self.logprobs[start:], "<f4")
+        return DrawnPart(self.index, start, DrawnSequence(tokens.tobytes(), logprobs.tobytes(), (span,), reason, top))
 
     def last_part(self) -> SampledPart:
         """The newest token."""
@@ -144,4 +200,5 @@ class RunningSequence:
             logprobs=np.asarray(self.logprobs, dtype="<f4").tobytes(),
             stop_reason=reason,
             top=top,
+            versions=self.versions,
         )

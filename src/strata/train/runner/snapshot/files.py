@@ -57,11 +57,13 @@ class SnapshotModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the tensors of an adapter are in the flat block that runs refer to. Empty for a full model."""
 
 
-class SnapshotSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SnapshotSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     sampler_id: str
     kind: Literal["base", "adapter", "whole"]
     lora: model_options.LoraConfig | None = None
     layout: str = ""
+    version: int | None = None
+    """Of weights that in-flight samplers share."""
 
 
 class SnapshotManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

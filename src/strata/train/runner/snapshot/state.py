@@ -62,15 +62,20 @@ class OwnTensor:
 class SamplerTensors:
     """An open sampler: of the base, of an adapter, or of a full model."""
 
-    def __init__(self, sampler_id: str, adapter: Adapter | None, full: Tensors | None) -> None:
+    def __init__(
+        self, sampler_id: str, adapter: Adapter | None, full: Tensors | None, version: int | None = None
+    ) -> None:
         self.sampler_id = sampler_id
         self.adapter = adapter
         self.full = full
+        self.version = version
 
     @property
     def manifest_entry(self) -> SnapshotSampler:
         if self.adapter is not None:
-            return SnapshotSampler(self.sampler_id, "adapter", self.adapter.config, self.adapter.layout)
+            return SnapshotSampler(
+                self.sampler_id, "adapter", self.adapter.config, self.adapter.layout, self.version
+            )
         return SnapshotSampler(self.sampler_id, "base" if self.full is None else "whole")
 
     def own(self) -> Iterator[OwnTensor]:
