@@ -4,7 +4,8 @@ The recipe of examples/recipes/grpo.toml, whose answers are digits of sums, thro
 built-in sampler, three seeds for each pipeline. The pipelines take turns, seed by seed. Bare is the same run with
 `pipeline = "synchronous"`.
 
-- `pipelines.one-step-off`, `pipelines.bounded`: steps in a minute, from the end of the first one to that of the last.
+- `pipelines.one-step-off`, `pipelines.bounded`, `pipelines.in-flight`: steps in a minute, from the end of the first
+  one to that of the last.
 - `….drawing`: the share of this time in which at least one sample request is outstanding.
 - `….reward`: the mean reward of the last quarter of the steps, seed by seed.
 - `pipelines.waiting.…`: steps in a minute if a reward takes a while, as one that runs a program or calls a service.
@@ -53,6 +54,7 @@ PIPELINES: Final = {
     SYNCHRONOUS: RecipeReinforcement(),
     "one-step-off": RecipeReinforcement(pipeline="one-step-off"),
     "bounded": RecipeReinforcement(pipeline="bounded", max_staleness=4),
+    "in-flight": RecipeReinforcement(pipeline="in-flight", max_staleness=4),
 }
 REWARD_S: Final = 0.002
 """What a reward takes that is waited for."""

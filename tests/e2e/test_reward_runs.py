@@ -78,6 +78,18 @@ def test_a_run_that_draws_ahead_and_is_killed_learns_once_from_what_it_had_journ
         assert after[step + 1]["values"]["reward"] == pytest.approx(fmean(rewards)), step
 
 
+def test_answers_go_on_while_the_weights_under_them_are_replaced(place: Path) -> None:
+    text = (place / "grpo.toml").read_text(encoding="utf-8")
+    text = text.replace("max_tokens = 4", "max_tokens = 100").replace("batch_size = 16", "batch_size = 4")
+    text += '\n[grpo]\npipeline = "in-flight"\nmax_staleness = 2\n'
+    (place / "inflight.toml").write_text(text, encoding="utf-8")
+    done = train(place, "inflight.toml", "--folder", "inflight")
+    assert done.returncode == 0, done.stderr
+    values = [line["values"] for line in metrics(place / "inflight")[1:]]
+    assert [each["staleness"] for each in values] == [0, 1, 2, 2, 2, 2]
+    assert any(each["updated_share"] > 0 for each in values)
+
+
 def read_journal(run: Path) -> dict[int, list[list[int]]]:
     """The answers of each step in the journal, without a last line that was not written to its end."""
     lines = (run / "rollouts.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)

@@ -58,7 +58,7 @@ def test_yaml_says_the_same_as_toml(tmp_path: Path) -> None:
         ('kind = "grpo"\n[data]\npath = "x"\n[grpo]\ncorrection_limit = 1.0', "grpo.correction_limit"),
         (
             'kind = "grpo"\n[data]\npath = "x"\n[grpo]\npipeline = "one-step-off"\nmax_staleness = 3',
-            'grpo.max_staleness: only pipeline = "bounded" takes it',
+            'grpo.max_staleness: only pipeline = "bounded" and "in-flight" take it',
         ),
         (
             'kind = "grpo"\n[data]\npath = "x"\n[grpo]\npipeline = "bounded"\ncorrection = "none"',

@@ -158,11 +158,12 @@ class RecipeReinforcement(_Section, frozen=True, kw_only=True):
     """The largest importance weight; the smallest that is not masked is one by it."""
     patience: Whole = 20
     """Stop after so many steps in a row in which no group had different rewards; 0: never stop early."""
-    pipeline: Literal["synchronous", "one-step-off", "bounded"] = "synchronous"
+    pipeline: Literal["synchronous", "one-step-off", "bounded", "in-flight"] = "synchronous"
     """Whether the answers of coming steps are drawn while the ranks train: not at all, those of the next step, or those
-    of `max_staleness` steps."""
+    of `max_staleness` steps; `in-flight`: these too, and each step replaces the weights under the running ones."""
     max_staleness: StepsAhead = 2
-    """For `bounded`: steps that the weights may lack that draw an answer, of those that learn from it."""
+    """For `bounded` and `in-flight`: steps that the weights may lack that draw an answer, of those that learn from
+    it."""
 
     @property
     def staleness(self) -> int:
@@ -172,7 +173,7 @@ class RecipeReinforcement(_Section, frozen=True, kw_only=True):
                 return 0
             case "one-step-off":
                 return 1
-            case "bounded":
+            case "bounded" | "in-flight":
                 return self.max_staleness
             case _:
                 assert_never(self.pipeline)
@@ -323,8 +324,8 @@ def _reinforcement_conflicts(grpo: RecipeReinforcement) -> list[tuple[tuple[str,
         found.append((("grpo", corrected[0]), f"only importance_sampling takes it: {bounds}"))
     if grpo.staleness and grpo.correction == "none" and grpo.loss == "importance_sampling":
         found.append((("grpo", "pipeline"), 'answers of older weights need a correction, and correction is "none"'))
-    if grpo.max_staleness != defaults.max_staleness and grpo.pipeline != "bounded":
-        found.append((("grpo", "max_staleness"), 'only pipeline = "bounded" takes it'))
+    if grpo.max_staleness != defaults.max_staleness and grpo.pipeline not in ("bounded", "in-flight"):
+        found.append((("grpo", "max_staleness"), 'only pipeline = "bounded" and "in-flight" take it'))
     return found
 
 

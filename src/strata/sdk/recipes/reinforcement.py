@@ -51,8 +51,10 @@ class ReinforcementTraining(TrainingMethod[PromptRow]):
 
     def step(self, context: StepContext) -> ReadMetrics:
 
+        in_flight = self.recipe.grpo.pipeline == "in-flight"
+
         def copy_weights() -> DrawStep:
-            copied = context.model.sampler()
+            copied = context.model.sampler(inflight=in_flight)
             return lambda step: self.draw(copied.result(), self.batch(step), step)
 
         groups, staleness = context.rollouts.take(context.step, self.batch(context.step), copy_weights)
@@ -65,6 +67,8 @@ class ReinforcementTraining(TrainingMethod[PromptRow]):
         }
         if self.recipe.grpo.staleness:
             metrics["staleness"] = float(staleness)
+        if in_flight:
+            metrics["updated_share"] = fmean(len({span.version for span in each.sample.versions}) > 1 for each in drawn)
         advantages = [value for group in rewards for value in group_advantages(group, normalise=self._normalise)]
         earned = [value for group in rewards for value in group]
         learned = [

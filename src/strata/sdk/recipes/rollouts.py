@@ -17,6 +17,7 @@ from strata.sdk.recipes.batches import derive_seed
 from strata.sdk.recipes.recipe import RecipeSampling
 from strata.sdk.recipes.rows import Row
 from strata.sdk.train import Model, Sampler
+from strata.train.core.sampling import VersionSpans
 
 
 @dataclass(frozen=True)
@@ -67,16 +68,16 @@ class KeptSample(msgspec.Struct, frozen=True, array_like=True):
     """32-bit integers, and log probabilities as 32-bit floats: what a datum has of them."""
     logprobs: bytes
     stop_reason: str
+    versions: VersionSpans = ()
 
     @classmethod
     def of(cls, sample: Sample) -> KeptSample:
         tokens, logprobs = array.array("i", sample.tokens), array.array("f", sample.logprobs)
-        return cls(tokens.tobytes(), logprobs.tobytes(), sample.stop_reason)
+        return cls(tokens.tobytes(), logprobs.tobytes(), sample.stop_reason, tuple(sample.versions))
 
     def sample(self) -> Sample:
-        return Sample(
-            array.array("i", self.tokens).tolist(), array.array("f", self.logprobs).tolist(), self.stop_reason
-        )
+        tokens, logprobs = array.array("i", self.tokens), array.array("f", self.logprobs)
+        return Sample(tokens.tolist(), logprobs.tolist(), self.stop_reason, self.versions)
 
 
 Groups = list[list[Rollout]]
