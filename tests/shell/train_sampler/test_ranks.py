@@ -55,7 +55,7 @@ def sequence(index: int) -> SampledSequence:
 
 
 def test_samples_go_where_the_least_is_reserved_and_come_back_in_order() -> None:
-    scatter = SampleScatter(2, lambda sample: sample.length, 10)
+    scatter = SampleScatter(2, lambda added: added.sample.length, 10)
     added = [AddedSample("large", ask(prompt_of(1, 30))), AddedSample("many", ask(prompt_of(1, 10), num=5))]
     first, second = scatter.partition(SamplingSlice(1, added))
     assert [(one.request_id, one.indices, one.prompt) for one in first.add] == [
@@ -74,7 +74,7 @@ def test_samples_go_where_the_least_is_reserved_and_come_back_in_order() -> None
 
 
 def test_a_request_that_fails_on_one_rank_is_taken_back_from_the_others() -> None:
-    scatter = SampleScatter(2, lambda sample: sample.length, 10)
+    scatter = SampleScatter(2, lambda added: added.sample.length, 10)
     scatter.partition(SamplingSlice(1, [AddedSample("it", ask(prompt_of(1, 10), num=4))]))
     done = scatter.merge([report_of(failed=[("it", "broken")]), NOTHING])
     assert done.ended[0].outcome == SampleFailed("user", "broken")
@@ -86,7 +86,7 @@ def test_a_request_that_fails_on_one_rank_is_taken_back_from_the_others() -> Non
 
 
 def test_every_rank_is_told_of_all_samplers_in_use_so_that_they_meet() -> None:
-    scatter = SampleScatter(3, lambda sample: sample.length, 10)
+    scatter = SampleScatter(3, lambda added: added.sample.length, 10)
     added = [AddedSample(name, ask(prompt_of(1, 5), name)) for name in ("b", "a")]
     parts = scatter.partition(SamplingSlice(1, added))
     assert [part.samplers for part in parts] == [["a", "b"]] * 3

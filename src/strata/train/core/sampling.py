@@ -120,7 +120,23 @@ class Draws(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     length: int
 
 
-class SampledSequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SampledRouting(msgspec.Struct, frozen=True, array_like=True):
+    """The experts that a mixture computed tokens with: of each token, of each of its layers with experts."""
+
+    layers: int
+    per_token: int
+    """Experts of a token in a layer."""
+    experts: bytes
+    """Their numbers, (tokens, layers, experts of a token), as uint8; as uint16 if a layer has more than 256 experts."""
+    wide: bool = False
+    """Whether they are uint16."""
+
+    @property
+    def token_bytes(self) -> int:
+        return self.layers * self.per_token * (2 if self.wide else 1)
+
+
+class SampledSequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The tokens that were sampled, with the token or the string that stopped the sequence.
 
     A log-probability is that of the distribution the token was drawn from: after temperature, top-k and top-p. With
@@ -133,6 +149,9 @@ class SampledSequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """float32."""
     stop_reason: Literal["stop", "length"]
     top: TopLogprobs | None = None
+    routing: SampledRouting | None = None
+    """That of the prompt and of all sampled tokens but the last, which was never computed; None if the model does not
+    replay it."""
 
 
 class SampledPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -192,16 +211,18 @@ _PAIR: Final = 8
 """Bytes of a token with its log-probability."""
 
 
-def result_bytes(sample: SampleOperation, tokens: int) -> int:
-    """The size of the result of a request if each of its samples has so many tokens."""
+def result_bytes(sample: SampleOperation, tokens: int, routing_bytes: int = 0) -> int:
+    """The size of the result of a request if each of its samples has so many tokens, and the routing of a token takes
+    so many bytes."""
     sampled = sample.num_samples * tokens * _PAIR * (1 + sample.topk_sample_logprobs)
+    sampled += sample.num_samples * (sample.length + tokens) * routing_bytes
     per_place = _PAIR * (sample.topk_prompt_logprobs + sample.prompt_draws) + (4 if sample.prompt_logprobs else 0)
     return sampled + sample.length * per_place + (0 if sample.targets is None else len(sample.targets.tokens))
 
 
-def check_result_size(sample: SampleOperation, tokens: int) -> None:
+def check_result_size(sample: SampleOperation, tokens: int, routing_bytes: int = 0) -> None:
     """INVALID if the result could exceed `MAX_RESULT_BYTES` when each sample has at most so many tokens."""
-    size = result_bytes(sample, tokens)
+    size = result_bytes(sample, tokens, routing_bytes)
     if size > MAX_RESULT_BYTES:
         asked = f"num_samples {sample.num_samples}, up to {tokens} tokens each, a prompt of {sample.length}"
         raise StrataError(
@@ -216,6 +237,8 @@ class AddedSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sample: SampleOperation
     share: str = ""
     """Fair-share key of the slots: the samples of one tenant have the same."""
+    routing: bool = False
+    """Whether its routing is recorded."""
 
 
 class SamplingSlice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="SAMPLE"):

@@ -207,6 +207,8 @@ class SamplerState(msgspec.Struct):
     """The turn of its last sample: for least-recently-used eviction."""
     folder: str = ""
     """The folder of the checkpoint that it was opened from. It keeps it even if another one gets the same name."""
+    model_id: str = ""
+    """The model whose weights it has; empty for the base."""
 
 
 class InferenceEndpoint(msgspec.Struct, frozen=True):

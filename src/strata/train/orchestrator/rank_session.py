@@ -38,8 +38,9 @@ from strata.train.core.ops import tokens_of
 from strata.train.core.out_of_memory import RowLimit
 from strata.train.core.replay import CompletedDispatch, divergence
 from strata.train.core.snapshots import pending_operations, recovery_point, retained_numerics
-from strata.train.core.state import Dispatch, ModelSnapshot
+from strata.train.core.state import Dispatch, ModelSnapshot, TrainState
 from strata.train.orchestrator.backend import RemoteBackend
+from strata.train.orchestrator.recorded_routing import name_recorded, recorded_requests
 from strata.train.orchestrator.replay_comparison import ReplayComparison, report_differences
 from strata.train.orchestrator.replay_reader import completed_dispatches
 from strata.train.orchestrator.request_processor import RequestProcessor, retry_unavailable, sample_result
@@ -349,10 +350,14 @@ class RankSession:
         context = self._context
         if dispatch.snapshot:
             return commands.TakeSnapshot(str(context.settings.snapshot_folder / dispatch.path))
-        futures = context.store.state.futures
-        tenants = [futures.tenant_of(each) for each in dispatch.future_ids] if dispatch.slice is not None else ()
+        state = context.store.state
+        tenants: Sequence[str] = ()
+        recorded: Sequence[str] = ()
+        if dispatch.slice is not None:
+            tenants = [state.futures.tenant_of(each) for each in dispatch.future_ids]
+            recorded = recorded_requests(state, dispatch, operations)
         work = await retry_unavailable(
-            lambda: context.processor.work(dispatch, operations, self._data_ranks, tenants),
+            lambda: context.processor.work(dispatch, operations, self._data_ranks, tenants, recorded),
             context.store.clock,
             context.settings.limits.operation_timeout_s,
         )
@@ -414,7 +419,9 @@ class RankSession:
             return
         free_bytes = MAX_INLINE_RESULT_BYTES - store.state.futures.result_bytes
         inline_bytes = min(ops.INLINE_BYTES, max(free_bytes, 0))
-        results = [await context.processor.keep(result, inline_bytes=inline_bytes) for result in _results(reply)]
+        results = [
+            await context.processor.keep(result, inline_bytes=inline_bytes) for result in _results(store.state, reply)
+        ]
         failpoint("train.orchestrator.answer_heard")
         store.submit_nowait(_completion(reply, results, store.clock.wall_s()))
 
@@ -473,8 +480,10 @@ def _longest(work: commands.Work, operations: Sequence[ops.Operation]) -> int:
     return max((sum(lengths[at.item][at.datum] for at in row) for rank in work.rows for row in rank), default=0)
 
 
-def _results(reply: commands.DispatchReply) -> Sequence[ops.Result]:
-    return reply.results if reply.sampled is None else [sample_result(ended.outcome) for ended in reply.sampled.ended]
+def _results(state: TrainState, reply: commands.DispatchReply) -> Sequence[ops.Result]:
+    if reply.sampled is None:
+        return reply.results
+    return [name_recorded(state, ended, sample_result(ended.outcome)) for ended in reply.sampled.ended]
 
 
 def _first_failure(results: Sequence[ops.Result]) -> str | None:

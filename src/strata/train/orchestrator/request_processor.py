@@ -5,7 +5,7 @@ second), and fits rows to the ranks.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -43,13 +43,20 @@ class RequestProcessor:
         self._fetch = fetch
 
     async def work(
-        self, dispatch: Dispatch, operations: Sequence[ops.Operation], ranks: int, tenants: Sequence[str] = ()
+        self,
+        dispatch: Dispatch,
+        operations: Sequence[ops.Operation],
+        ranks: int,
+        tenants: Sequence[str] = (),
+        recorded: Collection[str] = (),
     ) -> commands.Work:
-        """Deterministic: the same for the same dispatch. NOT_FOUND or CORRUPT if a payload is lost."""
+        """Deterministic: the same for the same dispatch. NOT_FOUND or CORRUPT if a payload is lost.
+
+        `tenants` are those of the samples that a slice adds; of those in `recorded` the routing is recorded."""
         if passes := [each for each in operations if isinstance(each, ops.ForwardBackward)]:
             return await self._pass(dispatch, passes, ranks)
         if dispatch.slice is not None:
-            return _sampling_slice(dispatch, dispatch.slice, operations, tenants)
+            return _sampling_slice(dispatch, dispatch.slice, operations, tenants, recorded)
         if steps := [each for each in operations if isinstance(each, ops.OptimStep)]:
             return commands.StepsCommand(steps)
         (operation,) = operations
@@ -68,7 +75,10 @@ class RequestProcessor:
         items = []
         for future_id, operation in zip(dispatch.future_ids, passes, strict=True):
             data = await self._read(operation.payload)
-            items.append(commands.PassItem(future_id, operation.model_id, operation.loss, operation.config, data))
+            item = commands.PassItem(future_id, operation.model_id, operation.loss, operation.config, data)
+            if isinstance(operation, ops.RoutedForwardBackward):
+                item = msgspec.structs.replace(item, routing=await self._read(operation.routing))
+            items.append(item)
         rows = dispatch.rows
         if len(rows) != ranks:
             rows = redistribute(rows, [each.lengths for each in passes], ranks)
@@ -118,12 +128,16 @@ def _single(dispatch: Dispatch, operation: ops.Operation, path: str) -> commands
 
 
 def _sampling_slice(
-    dispatch: Dispatch, plan: SlicePlan, operations: Sequence[ops.Operation], tenants: Sequence[str]
+    dispatch: Dispatch,
+    plan: SlicePlan,
+    operations: Sequence[ops.Operation],
+    tenants: Sequence[str],
+    recorded: Collection[str],
 ) -> SamplingSlice:
     added = []
     for future_id, operation, tenant in zip(dispatch.future_ids, operations, tenants, strict=True):
         assert isinstance(operation, SampleOperation), f"{future_id} is no sample"
-        added.append(AddedSample(future_id, operation, tenant))
+        added.append(AddedSample(future_id, operation, tenant, future_id in recorded))
     return SamplingSlice(plan.steps, added, plan.cancel, plan.eager)
 
 

@@ -21,7 +21,7 @@ import torch
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
-from strata.train.core.sampling import SampledPart, SampleOperation
+from strata.train.core.sampling import AddedSample, SampledPart
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.determinism import any_kernels
 from strata.train.runner.lora.adapter import Adapter
@@ -92,11 +92,12 @@ class SamplingEngine:
         """Makes for rank 0 what distributes requests over the ranks."""
         return SampleScatter(self._ranks.size, self.cost, self.limits.requests)
 
-    def cost(self, sample: SampleOperation) -> int:
+    def cost(self, added: AddedSample) -> int:
         """The tokens that each sequence of a request reserves; an error if the request cannot be sampled."""
+        sample = added.sample
         if sample.sampler_id not in self._samplers:
             raise StrataError(Code.NOT_FOUND, f"there is no sampler {sample.sampler_id!r}")
-        self._validator.check(sample)
+        self._validator.check(sample, self._model.routers.token_bytes if added.routing else 0)
         return self._validator.slot_length(sample)
 
     @any_kernels()
@@ -150,6 +151,7 @@ class SamplingEngine:
             decode=self._validator.decoder() if params.stop_strings else None,
             wants_prompt=added.prompt and sample.wants_prompt,
             share=added.share,
+            routers=self._model.routers if added.routing else None,
         )
         self._batches[key].add(group, added.indices)
 

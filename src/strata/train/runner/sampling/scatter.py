@@ -58,6 +58,7 @@ class RankSequences(msgspec.Struct, frozen=True, array_like=True):
     prompt: bool
     """Whether this rank also computes the log probabilities of the prompt."""
     share: str = ""
+    routing: bool = False
 
 
 class RankSlice(msgspec.Struct, frozen=True, array_like=True):
@@ -106,7 +107,7 @@ class SampleScatter:
     `cost` returns the tokens that a sequence of a request reserves, or raises why the request cannot be sampled.
     """
 
-    def __init__(self, ranks: int, cost: Callable[[SampleOperation], int], max_requests: int) -> None:
+    def __init__(self, ranks: int, cost: Callable[[AddedSample], int], max_requests: int) -> None:
         self._cost = cost
         self._max_requests = max_requests
         self._load = [0] * ranks
@@ -141,7 +142,7 @@ class SampleScatter:
     def _add(self, added: AddedSample, adds: list[list[RankSequences]]) -> None:
         request_id, sample = added.request_id, added.sample
         try:
-            cost = self._cost(sample)
+            cost = self._cost(added)
         except StrataError as error:
             failed = SampleFailed("server" if error.code in SERVER_ERRORS else "user", str(error))
             self._ended.append(EndedSample(request_id, failed))
@@ -157,7 +158,7 @@ class SampleScatter:
             ranks.setdefault(rank, []).append(index)
         self._requests[request_id] = _Request(sample, ranks, cost)
         for rank, indices in ranks.items():
-            adds[rank].append(RankSequences(request_id, sample, indices, indices[0] == 0, added.share))
+            adds[rank].append(RankSequences(request_id, sample, indices, indices[0] == 0, added.share, added.routing))
 
     def merge(self, reports: Sequence[RankSliceResult]) -> SliceResult:
         for report in reports:

@@ -19,6 +19,7 @@ from strata.train.core.sampling import (
     decode_context,
 )
 from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.router_replay import RouterReplay
 from strata.train.runner.sampling.kv_cache import KVPool
 from strata.train.runner.sampling.sampling_ops import SeededRng, is_greedy
 
@@ -86,6 +87,8 @@ class SequenceGroup:
     """Whether this rank computes the log probabilities of the prompt."""
     share: str
     """The tenant to whom its slots are charged."""
+    routers: RouterReplay | None = None
+    """What its routing is recorded with; None if it is not."""
 
 
 @dataclass(eq=False)
@@ -101,6 +104,8 @@ class RunningSequence:
     logprobs: list[float] = field(default_factory=list)
     top_tokens: bytearray = field(default_factory=bytearray)
     top_logprobs: bytearray = field(default_factory=bytearray)
+    routing: bytearray = field(default_factory=bytearray)
+    """That of all tokens in its slot, if it is recorded."""
     rng: SeededRng | None = None
     strings: StopStrings | None = None
 
@@ -144,4 +149,5 @@ class RunningSequence:
             logprobs=np.asarray(self.logprobs, dtype="<f4").tobytes(),
             stop_reason=reason,
             top=top,
+            routing=None if self.group.routers is None else self.group.routers.sampled(bytes(self.routing)),
         )
