@@ -4,6 +4,7 @@ are told by a hook what to choose.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -30,13 +31,16 @@ from strata.train.runner.sampling.kv_cache import BLOCK
 from tests.shell.train_runner import tiny_families
 from tests.shell.train_runner.driver import datum
 from tests.shell.train_runner.single_rank import driver_of
+from tests.shell.train_sampler.replay_ranks import MESHES, told_row
 from tests.shell.train_sampler.stage import BASE, Stage, ask, base_of, prompt_of, tokens_in
+from tests.support.torchrun import run_on_ranks
 
 FAMILIES: Final = ("deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe")
 CLOSE: Final = 2e-5
 NOISE: Final = 0.1
 """The standard deviation of what is added to each input of the sampler's routers, which is about 1."""
 LORA: Final = LoraConfig(rank=4)
+LONGEST_S: Final = 200
 
 pytestmark = pytest.mark.proves(
     "With router replay, passes of a mixture compute the tokens of a sample with the experts that it was drawn with"
@@ -49,6 +53,7 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in FAMILIES:
         tiny_families.make(family, folder / family)
     make(folder / "wide", TinyModel(family="qwen3_moe", layers=3, experts=16, context=512))
+    make(folder / "mesh", TinyModel(family="qwen3_moe", hidden=128, experts=8, context=512))
     make(folder / "dense", TinyModel(family="llama"))
     return folder
 
@@ -323,6 +328,24 @@ def test_tenants_share_a_row_and_each_replays_its_own(mixtures: Path, ranks: Ran
         (failed,) = driver.do(commands.PassCommand(True, [planted], [[row]]))
         assert isinstance(failed, ops.Failed), failed
         assert "the recorded routing is not of" in failed.message
+
+
+@pytest.mark.timeout(LONGEST_S + 20)
+def test_ranks_of_all_groups_replay_what_the_unmodified_model_is_told(mixtures: Path, tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    run_on_ranks("tests.shell.train_sampler.replay_ranks", 2, str(mixtures / "mesh"), str(out), within_s=LONGEST_S)
+    found = json.loads(out.read_text(encoding="utf-8"))
+    oracle, row = Oracle(mixtures / "mesh"), told_row(8, 2)
+    assert row.routing is not None
+    oracle.told = row.routing.long()
+    with torch.no_grad():
+        logits = oracle.model(row.tokens[None]).logits[0]
+    theirs = logits[:-1].log_softmax(-1).gather(1, row.targets[:, None])[:, 0].numpy()
+    assert found.keys() == MESHES.keys()
+    assert "a tensor group" in found.pop("tensor")["problem"]
+    for name, each in found.items():
+        assert each["problem"] == "", name
+        np.testing.assert_allclose(each["logprobs"], theirs, atol=CLOSE, err_msg=name)
 
 
 def test_a_model_without_experts_refuses_it(mixtures: Path, ranks: RankGroup, tmp_path: Path) -> None:

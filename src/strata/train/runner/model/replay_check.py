@@ -27,6 +27,8 @@ def verify_router_replay(base: BaseModel, ranks: RankGroup) -> str:
         return f"{base.arch} has no experts, or experts of a form that computes them itself"
     if settings.compile_folder is not None:
         return "routers of compiled layers cannot be told what to choose: leave model.compile out"
+    if settings.parallel.tensor > 1:
+        return "ranks of a tensor group have slices of a row between blocks, and this version replays whole rows"
     if settings.parallel.pipeline > 1:
         return "ranks that are stages cannot sample, so there is nothing to replay"
     try:
