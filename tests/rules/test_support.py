@@ -19,7 +19,7 @@ from tests.tiers.table import Tier
 
 ROOT: Final = Path(__file__).parents[2]
 ROWS: Final = [row for rows in CAPABILITIES.values() for row in rows]
-PLATFORMS: Final = {"cuda", "nccl", "arm64", "windows", "macos", "gpus", "sampling"}
+PLATFORMS: Final = {"cuda", "nccl", "arm64", "windows", "macos", "gpus", "sampling", "router_replay"}
 """Marks that are no setting."""
 
 

@@ -33,12 +33,14 @@ from strata.train.core import commands, inflight, ops
 from strata.train.core.commands import PassItem
 from strata.train.core.pack import unpack
 from strata.train.core.replay_differences import RankNumerics
+from strata.train.core.router_replay import decode_pass_routing
 from strata.train.core.sampling import (
     DrawnPart,
     DrawnSequence,
     Draws,
     EndedSample,
     SampledPart,
+    SampledRouting,
     SampledSequence,
     SampleFailed,
     SampleOperation,
@@ -87,6 +89,8 @@ class FakeSequence:
     drawn: dict[int, DrawnSequence]
     """What was drawn so far, if its weights are in flight."""
     resumed: bool
+    routing: bool = False
+    """Whether its routing is recorded."""
 
 
 Single = commands.SaveState | commands.LoadState | commands.ManageModel | commands.MakeSampler
@@ -266,11 +270,14 @@ class FakeRanks:
         model = self.models.get(item.model_id)
         if model is None or model.asleep:
             return ops.Failed("user", f"there is no model {item.model_id!r}, or it sleeps")
-        loss = -sum(sum(logprobs) for logprobs in outputs)
+        replayed = _replayed_experts(item)
+        loss = sum(replayed) / VOCABULARY - sum(sum(logprobs) for logprobs in outputs)
         if not work.forward_only:
             model.gradient += loss
         tensors = [ops.Dense(ops.DType.F32, (len(logprobs),), logprobs.tobytes()) for logprobs in outputs]
         metrics = {"loss:sum": loss, "tokens:sum": float(sum(map(len, outputs)))}
+        if replayed:
+            metrics["router_replay_tokens:sum"] = float(len(replayed))
         result = ops.PassResult([ops.DatumOutput({"logprobs": tensor}) for tensor in tensors], metrics)
         return ops.PassDone(ops.InlinePayload(ops.encode_pass_data(result)))
 
@@ -395,7 +402,9 @@ class FakeRanks:
             else:
                 begun = max((each.length for each in added.drawn.values()), default=0)
                 drawn = dict(added.drawn)
-                running = FakeSequence(added.sample, tokens - begun, added.weights_name, drawn, bool(drawn))
+                running = FakeSequence(
+                    added.sample, tokens - begun, added.weights_name, drawn, bool(drawn), added.routing
+                )
                 self.sampling[added.request_id] = running
         cancelled = [request_id for request_id in work.cancel if self.sampling.pop(request_id, None) is not None]
         ended += [EndedSample(each, SampleFailed("cancelled", "it was cancelled")) for each in cancelled]
@@ -431,7 +440,7 @@ class FakeRanks:
         return parts
 
     def _result_of(self, running: FakeSequence) -> SampleResult:
-        result = self._sample_result(running.sample, running.weights)
+        result = self._sample_result(running.sample, running.weights, running.routing)
         if not running.drawn:
             return result
         drawn = [running.drawn[index] for index in range(running.sample.num_samples)]
@@ -446,7 +455,7 @@ class FakeRanks:
             tokens, logprobs = sequence.tokens[4 * start : 4 * end], sequence.logprobs[4 * start : 4 * end]
             yield SampledPart(index, start, tokens, logprobs)
 
-    def _sample_result(self, sample: SampleOperation, weights: str) -> SampleResult:
+    def _sample_result(self, sample: SampleOperation, weights: str, routing: bool = False) -> SampleResult:
         prompt = array.array("i", sample.prompt)
         weight = self.samplers[weights]
         sequences = []
@@ -454,7 +463,9 @@ class FakeRanks:
             first = sum(prompt) + (sample.params.seed or 0) + index
             tokens = array.array("i", [(first + step) % VOCABULARY for step in range(sample.params.max_tokens or 1)])
             logprobs = array.array("f", [-1.0 - weight] * len(tokens))
-            sequences.append(SampledSequence(tokens.tobytes(), logprobs.tobytes(), "length"))
+            experts = bytes([*prompt, *tokens][:-1])
+            recorded = SampledRouting(1, 1, experts) if routing else None
+            sequences.append(SampledSequence(tokens.tobytes(), logprobs.tobytes(), "length", routing=recorded))
         unscored = 1 if sample.prompt_logprobs_last_n is None else len(prompt) - sample.prompt_logprobs_last_n
         scores = array.array("f", [*[float("nan")] * unscored, *[-1.0] * (len(prompt) - unscored)]).tobytes()
         return SampleResult(
@@ -510,6 +521,12 @@ def _fake_draws(sample: SampleOperation) -> Draws:
     length, k = sample.length - 1, sample.prompt_draws
     tokens = array.array("i", [number % VOCABULARY for number in range(length * k)])
     return Draws(tokens.tobytes(), array.array("f", [-1.0] * (length * k)).tobytes(), k, length)
+
+
+def _replayed_experts(item: PassItem) -> bytes:
+    """All experts that a pass replays: a fake has one for each token."""
+    routing = decode_pass_routing(item.routing).datums if item.routing else ()
+    return b"".join(each.experts for each in routing if each is not None)
 
 
 def _inject_fault(item: PassItem) -> None:

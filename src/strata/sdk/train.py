@@ -280,7 +280,7 @@ class TrainingServer:
         """A model over the server's base. `rank` None trains the base itself, on a server that is set up for it.
 
         A schedule multiplies the learning rate of each step. `user_metadata` {"keep_rollouts": "true"} keeps what it
-        learns from, for a look at it in the dashboard.
+        learns from, for a look at it in the dashboard; {"router_replay": "true"} replays the experts of its samples.
         """
         config = None if rank is None else model_options.LoraConfig(rank=rank, seed=seed, **lora)
         operation = create_model_operation(

@@ -65,9 +65,10 @@ class Stage:
         share: str = "",
         weights: str = "",
         drawn: Mapping[str, Mapping[int, DrawnSequence]] | None = None,
+        routing: bool = False,
     ) -> SliceResult:
         added = [
-            AddedSample(request_id, sample, share, weights, (drawn or {}).get(request_id, {}))
+            AddedSample(request_id, sample, share, weights, (drawn or {}).get(request_id, {}), routing)
             for request_id, sample in (add or {}).items()
         ]
         parts = self.scatter.partition(SamplingSlice(steps, added, cancel, eager))
@@ -111,9 +112,11 @@ class Stage:
                 local(parameter).sub_(local(parameter.grad), alpha=1e-3)
                 parameter.grad = None
 
-    def all(self, samples: Mapping[str, SampleOperation], steps: int = 8) -> dict[str, SampleOutcome]:
+    def all(
+        self, samples: Mapping[str, SampleOperation], steps: int = 8, *, routing: bool = False
+    ) -> dict[str, SampleOutcome]:
         """Slice after slice, until all of these have ended."""
-        done = self.slice(steps, samples)
+        done = self.slice(steps, samples, routing=routing)
         for _ in range(2000):
             if not done.requests:
                 return {request_id: self.outcomes.pop(request_id) for request_id in samples}

@@ -156,6 +156,8 @@ class RecipeReinforcement(_Section, frozen=True, kw_only=True):
     """Whether a token or a whole answer is held to the limit."""
     correction_limit: AboveOne = 2.0
     """The largest importance weight; the smallest that is not masked is one by it."""
+    router_replay: bool = False
+    """The passes of a mixture compute the tokens of an answer with the experts that it was drawn with."""
     patience: Whole = 20
     """Stop after so many steps in a row in which no group had different rewards; 0: never stop early."""
     pipeline: Literal["synchronous", "one-step-off", "bounded", "in-flight"] = "synchronous"
@@ -245,7 +247,7 @@ _OF_KINDS: Final[Mapping[str, Collection[str]]] = {
 }
 """Sections that only some kinds have."""
 _CORRECTION: Final = ("correction", "correction_level", "correction_limit")
-_ADDED: Final = (*_CORRECTION, "patience", "pipeline", "max_staleness")
+_ADDED: Final = (*_CORRECTION, "router_replay", "patience", "pipeline", "max_staleness")
 """Settings of `grpo` after 0.2.0, which wrote this section into the records of all kinds: runs of the others have none
 of these, so that they go on."""
 

@@ -33,6 +33,7 @@ from strata.sdk.recipes.run_folder import BestEvaluation, MetricLine, RecipeRunR
 from strata.sdk.trackers.mirror import MirrorSettings, make_tracker
 from strata.sdk.trackers.port import TrackedPoint, TrackedRun, TrackerRun
 from strata.sdk.train import Future, Model, TrainingServer
+from strata.train.core.router_replay import ROUTER_REPLAY
 from strata.train.status.rollouts import KEEP
 
 AHEAD: Final = 2
@@ -76,7 +77,8 @@ def create_model(place: RunPlace, recipe: Recipe) -> Model:
 
 
 def metadata_of(recipe: Recipe) -> Mapping[str, str]:
-    return {KEEP: "true"} if recipe.output.keep_rollouts else {}
+    wanted = {KEEP: recipe.output.keep_rollouts, ROUTER_REPLAY: recipe.grpo.router_replay}
+    return {name: "true" for name, is_wanted in wanted.items() if is_wanted}
 
 
 def checkpoint_of(files: HubClient, adapter: str, folder: Path) -> str:

@@ -122,8 +122,9 @@ def _accept(state: TrainState, fact: OperationAccepted) -> None:
             state.server_operations += 1
             _enqueue(state, fact.future_id)
         case ops.OpenSampler():
-            path = operation.weights.path if operation.weights else None
-            _add_sampler(state, fact, operation.sampler_id, operation.base_model, path)
+            weights = operation.weights
+            path, run_id = (weights.path, weights.run_id) if weights is not None else (None, "")
+            _add_sampler(state, fact, operation.sampler_id, operation.base_model, path, run_id)
             _enqueue(state, fact.future_id)
         case SampleOperation():
             state.turns += 1
@@ -154,8 +155,8 @@ def _accept_sequenced(state: TrainState, fact: OperationAccepted, operation: ops
     model = state.models[operation.model_id]
     model.last_request_at_s = fact.at_s
     if isinstance(operation, ops.SaveSampler):
-        _add_sampler(state, fact, operation.sampler_id, model.create.base_model, None)
-        state.samplers[operation.sampler_id].inflight = operation.model_id if operation.inflight else ""
+        _add_sampler(state, fact, operation.sampler_id, model.create.base_model, None, model.model_id)
+        state.samplers[operation.sampler_id].inflight = operation.inflight
     if operation.seq_id == 0:
         _enqueue(state, fact.future_id)
         return
@@ -164,10 +165,10 @@ def _accept_sequenced(state: TrainState, fact: OperationAccepted, operation: ops
 
 
 def _add_sampler(
-    state: TrainState, fact: OperationAccepted, sampler_id: str, base_model: str, path: str | None
+    state: TrainState, fact: OperationAccepted, sampler_id: str, base_model: str, path: str | None, model_id: str
 ) -> None:
     session_id = sampler_id.partition(":sample:")[0]
-    sampler = SamplerState(sampler_id, fact.tenant, session_id, base_model, path, used=state.turns)
+    sampler = SamplerState(sampler_id, fact.tenant, session_id, base_model, path, used=state.turns, model_id=model_id)
     state.samplers.setdefault(sampler_id, sampler)
 
 

@@ -38,6 +38,8 @@ class PassItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loss: model_options.LossName
     config: Mapping[str, float]
     data: bytes
+    routing: bytes = b""
+    """An encoded `PassRouting`; empty if nothing is replayed."""
 
 
 class PassCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="FORWARD_BACKWARD"):

@@ -79,6 +79,7 @@ from strata.train.core.inputs import (
     TakeTurn,
 )
 from strata.train.core.lookup import find_future, find_model, find_session
+from strata.train.core.router_replay import ROUTER_REPLAY, wants_router_replay
 from strata.train.core.sampling import SampleOperation
 from strata.train.core.sequence import SequenceCheck
 from strata.train.core.state import INITIAL, ClientSession, ModelRecord, TrainState, future_id_of, is_name
@@ -159,6 +160,8 @@ def _decide_command(  # noqa: C901, PLR0911, PLR0912 - one arm per command
 
 
 def digest_of(operation: ops.Operation) -> str:
+    if isinstance(operation, ops.RoutedForwardBackward):
+        operation = operation.as_sent()
     return sha256_hex(_canonical(operation))
 
 
@@ -249,6 +252,8 @@ def _accept_model(state: TrainState, tenant: str, operation: ops.CreateModel, se
         raise StrataError(Code.PRECONDITION, f"session {session.session_id!r} is finished")
     _check_model_id(session, operation.model_id)
     _check_base(state, operation.base_model)
+    if state.rules.route and wants_router_replay(operation.user_metadata):
+        raise StrataError(Code.INVALID, f"{ROUTER_REPLAY}: engines sample for this server, and they return no routing")
     admit(state, tenant)
     admit_model(state, tenant)
     facts: list[Fact] = [fact]

@@ -85,6 +85,8 @@ class FutureStore:
     def __init__(self, futures: Iterable[OperationFuture] = (), ended: Sequence[str] = ()) -> None:
         self._futures = {each.future_id: each for each in futures}
         self._ended = dict.fromkeys(ended)
+        kept = (self._futures[each] for each in self._ended if each in self._futures)
+        self._recorded = dict.fromkeys(each.future_id for each in kept if isinstance(each.result, ops.RoutedSampleDone))
         self._pending = Counter(each.tenant for each in self._futures.values() if _queued(each))
         self.result_bytes = sum(_inline_bytes(each) for each in self._futures.values())
         """Bytes of the inline results in memory."""
@@ -99,6 +101,11 @@ class FutureStore:
     def ended(self) -> Sequence[str]:
         """Oldest end first."""
         return list(self._ended)
+
+    @property
+    def recorded(self) -> Iterator[OperationFuture]:
+        """Samples whose routing was recorded; the oldest end first."""
+        return (self._futures[each] for each in self._recorded)
 
     def get(self, future_id: str) -> OperationFuture | None:
         return self._futures.get(future_id)
@@ -140,6 +147,8 @@ class FutureStore:
         future = self._move(future_id, event)
         future.operation, future.result, future.ended_at_s = None, result, at_s
         self._ended[future_id] = None
+        if isinstance(result, ops.RoutedSampleDone):
+            self._recorded[future_id] = None
         self.result_bytes += _inline_bytes(future)
         return future
 
@@ -169,6 +178,7 @@ class FutureStore:
         future = self._move(future_id, FutureEvent.EXPIRE)
         self.result_bytes -= _inline_bytes(future)
         del self._ended[future_id], self._futures[future_id]
+        self._recorded.pop(future_id, None)
         return future
 
     def _move(self, future_id: str, event: FutureEvent) -> OperationFuture:

@@ -33,10 +33,10 @@ def recomputes(metadata: Mapping[str, str]) -> bool:
     return metadata.get(RECOMPUTE, "") == "recompute"
 
 
-def added_sample(state: TrainState, future_id: str, sample: SampleOperation) -> AddedSample:
+def added_sample(state: TrainState, future_id: str, sample: SampleOperation, *, routing: bool) -> AddedSample:
     """A sample as a slice brings it to the ranks: an in-flight one goes on from what is durable of it."""
     sampler = state.samplers.get(sample.sampler_id)
-    model_id = sampler.inflight if sampler is not None else ""
+    model_id = sampler.inflight_model if sampler is not None else ""
     drawn = state.drawn.get(future_id, DrawnSample())
     return AddedSample(
         future_id,
@@ -44,6 +44,7 @@ def added_sample(state: TrainState, future_id: str, sample: SampleOperation) -> 
         state.futures.tenant_of(future_id),
         weights_name(model_id) if model_id else "",
         drawn.sequences,
+        routing,
     )
 
 
@@ -102,12 +103,12 @@ def _drawn_samples(state: TrainState, model_id: str) -> Iterator[tuple[str, Samp
     """Samples from the in-flight weights of a model that have durable tokens."""
     for future_id in list(state.drawn):
         sample = state.sampling.get(future_id) or state.waiting.get(future_id)
-        if sample is not None and state.samplers[sample.sampler_id].inflight == model_id:
+        if sample is not None and state.samplers[sample.sampler_id].inflight_model == model_id:
             yield future_id, sample
 
 
 def unused_weights(state: TrainState, evicted: Collection[str]) -> list[str]:
     """The shared weights of which no sampler is left when these are evicted."""
-    left = {each.inflight for each in state.samplers.values() if each.sampler_id not in evicted}
-    gone = {state.samplers[each].inflight for each in evicted} - left - {""}
+    left = {each.inflight_model for each in state.samplers.values() if each.sampler_id not in evicted}
+    gone = {state.samplers[each].inflight_model for each in evicted} - left - {""}
     return [weights_name(each) for each in sorted(gone)]

@@ -7,6 +7,7 @@ Clients set them, the recipes of the SDK too; field names are stored in the jour
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Final, Literal
 
@@ -33,6 +34,11 @@ MASK_OUTLIERS: Final = "mask_outliers"
 SEQUENCE_LEVEL: Final = "sequence_level"
 GAP_TOLERANCE: Final = "gap_tolerance"
 """Names in the config of a loss."""
+
+
+def is_set(metadata: Mapping[str, str], name: str) -> bool:
+    """Says whether the metadata of a model switches this on."""
+    return metadata.get(name, "").lower() in ("true", "1", "yes")
 
 
 class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

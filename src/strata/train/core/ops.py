@@ -145,6 +145,18 @@ class ForwardBackward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
         return group_size_of(self.loss, self.config)
 
 
+class RoutedForwardBackward(ForwardBackward, frozen=True, forbid_unknown_fields=True, tag="routed_forward_backward"):
+    """A pass that replays the routing of samples. A kind of its own, so that the others are stored as ever."""
+
+    routing: Payload = InlinePayload(b"")
+    """An encoded `PassRouting`."""
+
+    def as_sent(self) -> ForwardBackward:
+        """Returns the pass as its client sent it, which sends it again without the routing."""
+        fields = {name: getattr(self, name) for name in ForwardBackward.__struct_fields__}
+        return ForwardBackward(**fields)
+
+
 def group_size_of(loss: LossName, config: Mapping[str, float]) -> int:
     """Only a custom loss has groups. Bounded here too: one that does not divide a batch would stop all dispatches."""
     if loss is not LossName.CUSTOM:
@@ -268,6 +280,7 @@ class Wake(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wake"):
 
 Sequenced = (
     ForwardBackward
+    | RoutedForwardBackward
     | OptimStep
     | AbortGradients
     | SaveWeights
@@ -285,8 +298,8 @@ ASLEEP: Final = "the server sleeps; wake it first"
 
 def kind_of(operation: Operation) -> str:
     """The kind in status reports and throughput estimates: a pass without backward is a kind of its own."""
-    if isinstance(operation, ForwardBackward) and operation.forward_only:
-        return "forward"
+    if isinstance(operation, ForwardBackward):
+        return "forward" if operation.forward_only else str(ForwardBackward.__struct_config__.tag)
     return str(operation.__struct_config__.tag)
 
 
@@ -370,6 +383,15 @@ class SampleDone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="s
     """Sampled, in all sequences."""
 
 
+class RoutedSampleDone(SampleDone, frozen=True, forbid_unknown_fields=True, tag="routed_sample"):
+    """A sample whose routing is in its result, and may be replayed."""
+
+    model_id: str = ""
+    """The model that may replay it."""
+    digests: Sequence[bytes] = ()
+    """Digests of all tokens of each sequence, with those of the prompt."""
+
+
 class ModelUnloaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="unload_model"):
     model_id: str
 
@@ -406,6 +428,7 @@ Result = (
     | WeightsSynced
     | SamplerOpened
     | SampleDone
+    | RoutedSampleDone
     | ModelUnloaded
     | Asleep
     | Awake

@@ -155,6 +155,22 @@ def add_span(spans: VersionSpans, span: VersionSpan) -> VersionSpans:
     return (*spans[:-1], VersionSpan(last.version, last.tokens + span.tokens, last.recomputed))
 
 
+class SampledRouting(msgspec.Struct, frozen=True, array_like=True):
+    """The experts that a mixture computed tokens with: of each token, of each of its layers with experts."""
+
+    layers: int
+    per_token: int
+    """Experts of a token in a layer."""
+    experts: bytes
+    """Their numbers, (tokens, layers, experts of a token), as uint8; as uint16 if a layer has more than 256 experts."""
+    wide: bool = False
+    """Whether they are uint16."""
+
+    @property
+    def token_bytes(self) -> int:
+        return self.layers * self.per_token * (2 if self.wide else 1)
+
+
 class SampledSequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The tokens that were sampled, with the token or the string that stopped the sequence.
 
@@ -170,6 +186,9 @@ class SampledSequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     top: TopLogprobs | None = None
     versions: VersionSpans = ()
     """Which weights drew the tokens, if the sampler is in flight."""
+    routing: SampledRouting | None = None
+    """That of the prompt and of all sampled tokens but the last, which was never computed; None if the model does not
+    replay it."""
 
 
 class DrawnSequence(msgspec.Struct, frozen=True, array_like=True):
@@ -266,16 +285,18 @@ _PAIR: Final = 8
 """Bytes of a token with its log-probability."""
 
 
-def result_bytes(sample: SampleOperation, tokens: int) -> int:
-    """The size of the result of a request if each of its samples has so many tokens."""
+def result_bytes(sample: SampleOperation, tokens: int, routing_bytes: int = 0) -> int:
+    """The size of the result of a request if each of its samples has so many tokens, and the routing of a token takes
+    so many bytes."""
     sampled = sample.num_samples * tokens * _PAIR * (1 + sample.topk_sample_logprobs)
+    sampled += sample.num_samples * (sample.length + tokens) * routing_bytes
     per_place = _PAIR * (sample.topk_prompt_logprobs + sample.prompt_draws) + (4 if sample.prompt_logprobs else 0)
     return sampled + sample.length * per_place + (0 if sample.targets is None else len(sample.targets.tokens))
 
 
-def check_result_size(sample: SampleOperation, tokens: int) -> None:
+def check_result_size(sample: SampleOperation, tokens: int, routing_bytes: int = 0) -> None:
     """INVALID if the result could exceed `MAX_RESULT_BYTES` when each sample has at most so many tokens."""
-    size = result_bytes(sample, tokens)
+    size = result_bytes(sample, tokens, routing_bytes)
     if size > MAX_RESULT_BYTES:
         asked = f"num_samples {sample.num_samples}, up to {tokens} tokens each, a prompt of {sample.length}"
         raise StrataError(
@@ -294,6 +315,8 @@ class AddedSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the ranks call the in-flight weights that it is drawn from; empty: they have the name of its sampler."""
     drawn: Mapping[int, DrawnSequence] = {}
     """Sequences of an in-flight sample that earlier ranks began: they go on from there."""
+    routing: bool = False
+    """Whether its routing is recorded."""
 
     @property
     def weights_name(self) -> str:

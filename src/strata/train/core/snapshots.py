@@ -196,8 +196,11 @@ def _modifies_models(operation: ops.Operation) -> bool:
 def _payload_bytes(operation: ops.Operation) -> int:
     if not isinstance(operation, ops.ForwardBackward):
         return 0
-    payload = operation.payload
-    return payload.size if isinstance(payload, ops.StoredPayload) else len(payload.data)
+    routing = [operation.routing] if isinstance(operation, ops.RoutedForwardBackward) else []
+    return sum(
+        payload.size if isinstance(payload, ops.StoredPayload) else len(payload.data)
+        for payload in (operation.payload, *routing)
+    )
 
 
 def apply(state: TrainState, fact: SnapshotCopied | SnapshotAbandoned | SnapshotCommitted | SnapshotRejected) -> None:

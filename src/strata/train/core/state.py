@@ -209,8 +209,14 @@ class SamplerState(msgspec.Struct, omit_defaults=True):
     """The turn of its last sample: for least-recently-used eviction."""
     folder: str = ""
     """The folder of the checkpoint that it was opened from. It keeps it even if another one gets the same name."""
-    inflight: str = ""
-    """The model whose in-flight weights it has."""
+    model_id: str = ""
+    """The model whose weights it has; empty for the base."""
+    inflight: bool = False
+    """Whether it has those that the in-flight samplers of that model share."""
+
+    @property
+    def inflight_model(self) -> str:
+        return self.model_id if self.inflight else ""
 
 
 class DrawnSample(msgspec.Struct, frozen=True, array_like=True):

@@ -37,10 +37,12 @@ from strata.train.core.inputs import (
 from strata.train.core.ops import tokens_of
 from strata.train.core.out_of_memory import RowLimit
 from strata.train.core.replay import CompletedDispatch, divergence
+from strata.train.core.router_replay import recorded_for
 from strata.train.core.sampling import SampleOperation
 from strata.train.core.snapshots import pending_operations, recovery_point, retained_numerics
-from strata.train.core.state import Dispatch, ModelSnapshot
+from strata.train.core.state import Dispatch, ModelSnapshot, TrainState
 from strata.train.orchestrator.backend import RemoteBackend
+from strata.train.orchestrator.recorded_routing import name_recorded
 from strata.train.orchestrator.replay_comparison import ReplayComparison, report_differences
 from strata.train.orchestrator.replay_reader import completed_dispatches
 from strata.train.orchestrator.request_processor import RequestProcessor, retry_unavailable, sample_result
@@ -350,11 +352,14 @@ class RankSession:
         context = self._context
         if dispatch.snapshot:
             return commands.TakeSnapshot(str(context.settings.snapshot_folder / dispatch.path))
-        added = [
-            inflight.added_sample(context.store.state, future_id, operation)
-            for future_id, operation in zip(dispatch.future_ids, operations, strict=True)
-            if isinstance(operation, SampleOperation)
-        ]
+        state = context.store.state
+        added = []
+        if dispatch.slice is not None:
+            added = [
+                inflight.added_sample(state, future_id, operation, routing=bool(recorded_for(state, operation)))
+                for future_id, operation in zip(dispatch.future_ids, operations, strict=True)
+                if isinstance(operation, SampleOperation)
+            ]
         work = await retry_unavailable(
             lambda: context.processor.work(dispatch, operations, self._data_ranks, added),
             context.store.clock,
@@ -418,7 +423,9 @@ class RankSession:
             return
         free_bytes = MAX_INLINE_RESULT_BYTES - store.state.futures.result_bytes
         inline_bytes = min(ops.INLINE_BYTES, max(free_bytes, 0))
-        results = [await context.processor.keep(result, inline_bytes=inline_bytes) for result in _results(reply)]
+        results = [
+            await context.processor.keep(result, inline_bytes=inline_bytes) for result in _results(store.state, reply)
+        ]
         failpoint("train.orchestrator.answer_heard")
         store.submit_nowait(_completion(reply, results, store.clock.wall_s()))
 
@@ -477,8 +484,10 @@ def _longest(work: commands.Work, operations: Sequence[ops.Operation]) -> int:
     return max((sum(lengths[at.item][at.datum] for at in row) for rank in work.rows for row in rank), default=0)
 
 
-def _results(reply: commands.DispatchReply) -> Sequence[ops.Result]:
-    return reply.results if reply.sampled is None else [sample_result(ended.outcome) for ended in reply.sampled.ended]
+def _results(state: TrainState, reply: commands.DispatchReply) -> Sequence[ops.Result]:
+    if reply.sampled is None:
+        return reply.results
+    return [name_recorded(state, ended, sample_result(ended.outcome)) for ended in reply.sampled.ended]
 
 
 def _first_failure(results: Sequence[ops.Result]) -> str | None:

@@ -36,7 +36,9 @@ from strata.train.orchestrator import results, status
 from strata.train.orchestrator.maintenance.checkpoint_gc import CheckpointGc
 from strata.train.orchestrator.maintenance.session_reaper import SessionReaper
 from strata.train.orchestrator.rank_session import OrchestratorContext
+from strata.train.orchestrator.recorded_routing import with_routing
 from strata.train.orchestrator.state_store import MAX_INLINE_RESULT_BYTES
+from strata.train.payload import Payloads
 from strata.train.status import queries, views
 from strata.train.status.completion_log import SamplerClientIds
 from strata.train.status.rollouts import RolloutsView, RolloutView
@@ -55,6 +57,7 @@ class RequestHandler:
     def __init__(self, context: OrchestratorContext) -> None:
         self._context = context
         self._store = context.store
+        self._payloads = Payloads(context.settings.payloads)
         self.session_reaper = SessionReaper(context.store, context.settings.limits, context.settings.server.lost)
         self._client_ids = SamplerClientIds(context.store.leader_epoch)
         self.checkpoint_gc = CheckpointGc(context.store, context.settings)
@@ -136,6 +139,9 @@ class RequestHandler:
             case client_commands.AddEndpoint():
                 origin = check_allowed(command.url, self._context.settings.inference.allow)
                 command = msgspec.structs.replace(command, url=str(origin), address=await resolve_address(origin))
+            case client_commands.SubmitOperation(operation=ops.ForwardBackward() as operation):
+                operation = await with_routing(self._state, self._payloads, tenant, operation)
+                command = msgspec.structs.replace(command, operation=operation)
             case client_commands.SetCheckpointTtl() | client_commands.SubmitOperation(operation=ops.OpenSampler()):
                 await self.checkpoint_gc.delete_expired()
             case _:

@@ -68,7 +68,10 @@ class RequestProcessor:
         items = []
         for future_id, operation in zip(dispatch.future_ids, passes, strict=True):
             data = await self._read(operation.payload)
-            items.append(commands.PassItem(future_id, operation.model_id, operation.loss, operation.config, data))
+            item = commands.PassItem(future_id, operation.model_id, operation.loss, operation.config, data)
+            if isinstance(operation, ops.RoutedForwardBackward):
+                item = msgspec.structs.replace(item, routing=await self._read(operation.routing))
+            items.append(item)
         rows = dispatch.rows
         if len(rows) != ranks:
             rows = redistribute(rows, [each.lengths for each in passes], ranks)

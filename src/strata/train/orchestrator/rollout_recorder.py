@@ -144,7 +144,7 @@ class RolloutRecorder:
         """None for the base, for weights that were imported, and where it is not known any more. The samples of an
         in-flight sampler say it themselves."""
         if sampler is not None and sampler.inflight:
-            return WeightsVersion(sampler.inflight, 0)
+            return WeightsVersion(sampler.model_id, 0)
         if sampler is None or sampler.model_path is None:
             return None if sampler is None else self._made.get(sampler.sampler_id)
         run_id, _, rest = sampler.model_path.removeprefix("tinker://").partition("/")

@@ -93,7 +93,7 @@ class SampleIndex:
         if sequence.versions:
             # As old as its oldest token: no step after that, and all its weights are the same.
             version = WeightsVersion(version.model_id, min(each.version for each in sequence.versions))
-        key = _digest(prompt, sequence.tokens), len(logprobs)
+        key = digest_tokens(prompt, sequence.tokens), len(logprobs)
         # A later version may have drawn the same tokens: its log probabilities are the ones to compare with.
         before = self._samples.pop(key, None)
         self._tokens += _weight(logprobs) - (0 if before is None else _weight(before.logprobs))
@@ -104,7 +104,7 @@ class SampleIndex:
 
     def find(self, tokens: bytes, drawn: int) -> RecordedSample | None:
         """The sample that these tokens are, the last `drawn` of which are the answer."""
-        return self._samples.get((_digest(tokens), drawn))
+        return self._samples.get((digest_tokens(tokens), drawn))
 
 
 def _weight(logprobs: Floats) -> int:
@@ -112,7 +112,7 @@ def _weight(logprobs: Floats) -> int:
     return len(logprobs) + _RECORD_TOKENS
 
 
-def _digest(*parts: bytes) -> bytes:
+def digest_tokens(*parts: bytes) -> bytes:
     digest = blake2b(digest_size=16)
     for part in parts:
         digest.update(part)
@@ -153,11 +153,11 @@ class TrainedSequence:
 
 def read_sequence(datum: Datum, output: DatumOutput) -> TrainedSequence | None:
     """None for a datum that is not of samples, or whose inputs are sparse or of reduced precision."""
-    targets, given = _array(datum, "target_tokens"), _array(datum, "logprobs")
-    advantages, trained = _array(datum, "advantages"), output.fields.get("logprobs")
+    targets, given = read_array(datum, "target_tokens"), read_array(datum, "logprobs")
+    advantages, trained = read_array(datum, "advantages"), output.fields.get("logprobs")
     if targets is None or given is None or advantages is None or trained is None:
         return None
-    weights = _array(datum, "weights") if "weights" in datum.inputs else np.ones(targets.shape, np.float32)
+    weights = read_array(datum, "weights") if "weights" in datum.inputs else np.ones(targets.shape, np.float32)
     tokens = np.frombuffer(datum.tokens, "<i4")
     computed = np.frombuffer(trained.data, "<f4")
     columns = (targets, given, advantages, weights, computed)
@@ -176,14 +176,14 @@ def read_sequence(datum: Datum, output: DatumOutput) -> TrainedSequence | None:
 
 def _reward(datum: Datum) -> float | None:
     """The input `reward`, which no loss reads: one number, or one for each token, whose sum it is then."""
-    values = _array(datum, "reward")
+    values = read_array(datum, "reward")
     if values is None or not len(values):
         return None
     total = float(values.sum())
     return total if math.isfinite(total) else None
 
 
-def _array(datum: Datum, name: str) -> npt.NDArray[np.float32 | np.int64 | np.int32] | None:
+def read_array(datum: Datum, name: str) -> npt.NDArray[np.float32 | np.int64 | np.int32] | None:
     tensor = datum.inputs.get(name)
     if not isinstance(tensor, Dense) or tensor.dtype not in _NUMPY:
         return None

@@ -29,6 +29,7 @@ from torch.nn.functional import embedding, grouped_mm, pad
 from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.lora.hooks import AdaptedPairs, Adapters, NumberedTokens, Span
 from strata.train.runner.lora.targets import is_experts
+from strata.train.runner.router_replay import RouterReplay, block_of
 
 ALIGNMENT: Final = 16
 """Rows of a matrix have to be a multiple of so many bytes for the kernel; those of an adapter's odd rank are not."""
@@ -84,13 +85,19 @@ class TokenGroup(Protocol):
 
 
 def group_experts(
-    model: nn.Module, adapters: Adapters, plan: PlanDispatch | None = None, group: TokenGroup | None = None
+    model: nn.Module,
+    adapters: Adapters,
+    plan: PlanDispatch | None = None,
+    group: TokenGroup | None = None,
+    routers: RouterReplay | None = None,
 ) -> None:
     """Replace the loops over experts in a model. With `plan`, this rank holds some of the experts only. With `group`,
-    other ranks have the same tokens."""
+    other ranks have the same tokens. `routers` records what routers choose, and has them choose what it says."""
+    routers = routers or RouterReplay()
     for name, module in model.named_modules():
         if is_experts(module):
-            module.forward = _grouped_forward(name, module, adapters, plan, group)
+            routers.add_layer(block_of(model, name), len(module.gate_up_proj))
+            module.forward = _grouped_forward(name, module, adapters, plan, group, routers)
 
 
 @dataclass(frozen=True)
@@ -164,7 +171,12 @@ class _OwnExperts:
 
 
 def _grouped_forward(
-    name: str, experts: Any, adapters: Adapters, plan: PlanDispatch | None, group: TokenGroup | None
+    name: str,
+    experts: Any,
+    adapters: Adapters,
+    plan: PlanDispatch | None,
+    group: TokenGroup | None,
+    routers: RouterReplay,
 ) -> Any:
     count = experts.gate_up_proj.shape[0]
 
@@ -201,6 +213,7 @@ def _grouped_forward(
     def forward(hidden: torch.Tensor, routed: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`hidden` is (tokens, dimensions); `routed` and `weights` are (tokens, experts per token)."""
         tokens, spans = len(hidden), adapters.row
+        routers.record(routed)
         if group is not None:
             hidden, routed, weights = map(group.take_tokens, (hidden, routed, weights))
             spans = group.take_spans(spans, tokens)

@@ -36,6 +36,7 @@ from strata.train.runner.model.expert_parallel import ExpertParallel
 from strata.train.runner.model.pipeline_parallel import PipelineStage
 from strata.train.runner.model.tensor_parallel import TensorParallel
 from strata.train.runner.passes.logprobs import PackedModel
+from strata.train.runner.router_replay import RouterReplay
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,10 @@ class Mesh:
         elif self.tensor.size > 1 and any(map(is_experts, lm.modules())):
             raise StrataError(Code.UNSUPPORTED, "a tensor group splits no experts: set parallel.expert")
 
-    def group_experts(self, lm: PreTrainedModel, adapters: Adapters) -> None:
+    def group_experts(self, lm: PreTrainedModel, adapters: Adapters, routers: RouterReplay | None = None) -> None:
         """Replace the loops over experts in a model."""
         plan = self.experts.dispatch if self.experts.size > 1 else None
-        group_experts(lm, adapters, plan, self.tensor if self.tensor.size > 1 else None)
+        group_experts(lm, adapters, plan, self.tensor if self.tensor.size > 1 else None, routers)
 
     def shard(self, packed: PackedModel, *, offload: bool = False) -> None:
         """Shard a model (FSDP), whose weights may be split over tensor or expert groups, over the rest of the mesh.

@@ -25,6 +25,7 @@ from strata.base.failpoint import failpoint
 from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core import commands, inflight, ops
 from strata.train.core.replay_differences import RankNumerics
+from strata.train.core.router_replay import wants_router_replay
 from strata.train.runner.checkpoint import formats, save_load
 from strata.train.runner.checkpoint.save_load import fetch_folder
 from strata.train.runner.collectives import RankGroup
@@ -177,6 +178,9 @@ class ModelRunner:
         """CONFLICT if the model exists: a create that is sent twice must not reset it."""
         if operation.model_id in self.models:
             raise StrataError(Code.CONFLICT, f"there is a model {operation.model_id!r} already")
+        if wants_router_replay(operation.user_metadata):
+            self.sampler.check_architecture()
+            self._passes.require_router_replay()
         if len(self.models) >= (1 if self.settings.full else self.settings.max_models):
             raise StrataError(Code.EXHAUSTED, f"the limit of {len(self.models)} models is reached; unload one first")
         model = self._create_full(operation) if self.settings.full else self._create_lora(operation)

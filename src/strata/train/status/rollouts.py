@@ -13,6 +13,7 @@ from typing import Final, Literal
 import msgspec
 
 from strata.base.errors import Code, StrataError
+from strata.train.core.model_options import is_set
 
 KEEP: Final = "keep_rollouts"
 """A key in the metadata of a model: `true` keeps its rollouts."""
@@ -90,7 +91,7 @@ class RolloutsView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
 
 
 def wants_rollouts(metadata: Mapping[str, str]) -> bool:
-    return metadata.get(KEEP, "").lower() in ("true", "1", "yes")
+    return is_set(metadata, KEEP)
 
 
 def spread(count: int) -> range:

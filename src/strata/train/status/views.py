@@ -214,7 +214,7 @@ def view_ended_sample(state: TrainState, future_id: str) -> SampleEnded:
 
 
 def view_sampler(sampler: SamplerState) -> SamplerView:
-    return SamplerView(sampler.sampler_id, sampler.base_model, sampler.model_path, bool(sampler.inflight))
+    return SamplerView(sampler.sampler_id, sampler.base_model, sampler.model_path, sampler.inflight)
 
 
 def view_checkpoint(state: TrainState, checkpoint: ModelCheckpoint, size: int) -> ModelCheckpointView:

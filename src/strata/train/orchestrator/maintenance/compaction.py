@@ -111,9 +111,9 @@ def _referenced_payloads(state: TrainState) -> Iterator[str]:
 
 
 def _payload(holder: ops.Operation | ops.Result | None) -> Iterator[str]:
-    payload = getattr(holder, "payload", None)
-    if isinstance(payload, ops.StoredPayload):
-        yield payload.sha256
+    for payload in (getattr(holder, "payload", None), getattr(holder, "routing", None)):
+        if isinstance(payload, ops.StoredPayload):
+            yield payload.sha256
 
 
 def _retained_names(state: TrainState) -> tuple[set[str], int]:

@@ -47,6 +47,7 @@ from strata.train.runner.model.startup_check import (
     why_no_images,
 )
 from strata.train.runner.passes.logprobs import PackedModel, PackedRow
+from strata.train.runner.router_replay import RouterReplay
 from strata.train.runner.settings import RunnerSettings
 from strata.train.settings import check_quantise_package
 
@@ -103,6 +104,7 @@ class BaseModel:
             """The model with the modules of all stages. It may have no memory."""
             self.images = find_image_form(settings.model, settings.combination)
             """How rows may have images, or why they have none."""
+            self.routers = RouterReplay()
             # The references have to be computed before the model gets its hooks.
             reference = compute_reference(self._unmodified_logits, self.vocabulary, ranks.device)
             of_image = self._image_reference(ranks)
@@ -179,7 +181,7 @@ class BaseModel:
         compiles = self.settings.compile_folder is not None
         if not self.settings.full:
             self.adapters.add_hooks(lm, keep_uncompiled if compiles else lambda hook: hook)
-        self.mesh.group_experts(lm, self.adapters)
+        self.mesh.group_experts(lm, self.adapters, self.routers)
         if compiles:
             compile_layers(blocks_of(lm))
         if not self.settings.full and self.mesh.stage.is_first:
@@ -252,9 +254,12 @@ class BaseModel:
         context, count = self.mesh.context, len(row.targets)
         row, own = row.slice_for(context.rank, context.size)
         self.adapters.row = row.spans
+        self.routers.row = row.routing
         logprobs = self.packed(row)
         if logprobs.requires_grad:
             logprobs.register_hook(partial(self.adapters.restore_row, row.spans))
+            if self.routers.layers:
+                logprobs.register_hook(partial(self.routers.restore_row, row.routing))
         if not torch.is_grad_enabled():
             self._reshard()
         assert isinstance(logprobs, torch.Tensor)

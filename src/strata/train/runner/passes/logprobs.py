@@ -28,6 +28,7 @@ from strata.train.runner.model.attention import ATTENTION, whole_row
 from strata.train.runner.model.attention_kernels import Documents
 from strata.train.runner.model.context_parallel import ContextParallel
 from strata.train.runner.model.pipeline_parallel import PipelineStage
+from strata.train.runner.router_replay import NOT_REPLAYED
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class PackedRow:
     images: Sequence[RowImage] = ()
     known: RowPlaces | None = None
     """Those of this row if whoever made it knows them. Otherwise they are found out when they are needed, once."""
+    routing: torch.Tensor | None = None
+    """The experts that routers choose, (tokens, layers, experts of a token): see `router_replay`."""
 
     @cached_property
     def places(self) -> RowPlaces:
@@ -108,8 +111,15 @@ class PackedRow:
             targets=self.targets[own],
             start=start,
             known=known,
+            routing=self._slice_routing(start, end),
         )
         return part, own
+
+    def _slice_routing(self, start: int, end: int) -> torch.Tensor | None:
+        if self.routing is None:
+            return None
+        part = self.routing[start:end]
+        return pad(part, (0, 0, 0, 0, 0, end - start - len(part)), value=NOT_REPLAYED)
 
 
 class GatherLogprobs(torch.autograd.Function):

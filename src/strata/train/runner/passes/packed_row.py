@@ -21,6 +21,7 @@ from strata.train.runner.model.attention_kernels import Documents, document_ends
 from strata.train.runner.passes.logprobs import PackedRow, RowImage, RowPlaces
 from strata.train.runner.passes.losses import BATCH_FIELDS, RULES, LossBatch, LossInputs
 from strata.train.runner.passes.transfer import HostBuffer
+from strata.train.runner.router_replay import join_routing
 
 Place = tuple[int, int]
 """An item, and one of its datums or groups."""
@@ -60,6 +61,8 @@ class PackedDocument:
     """How many its item has."""
     split: bool = False
     images: Sequence[DatumImage] = ()
+    routing: NDArray[Any] | None = None
+    """What routers choose for its first tokens: (tokens, layers, experts of a token)."""
 
     @property
     def place(self) -> Place:
@@ -138,6 +141,7 @@ def pack_row(
     lengths = [len(document.inputs.tokens) for document in documents] or [1]
     spans = _spans(documents)
     parts = [document.inputs.tokens for document in documents] or [np.zeros(1, np.int64)]
+    replayed = [document.routing for document in documents] or [None]
     targets = [document.inputs.targets for document in documents] or [np.zeros(1, np.int64)]
     per_token = [each.size // length for each, length in zip(targets, lengths, strict=True)]
     indices = np.repeat(np.arange(sum(lengths)), np.repeat(per_token, lengths))
@@ -145,6 +149,7 @@ def pack_row(
         lengths.append(padding)
         spans.append(Span(None, padding))
         parts.append(np.zeros(padding, np.int64))
+        replayed.append(None)
     ends = document_ends(lengths)
     buffer = HostBuffer()
     buffer.add(parts, np.int64)
@@ -155,6 +160,8 @@ def pack_row(
     batches = _add_batches(documents, buffer) if losses else []
     custom = _add_custom(documents, buffer) if losses else {}
     images = _add_images(documents, fillers, ends, buffer)
+    routing = join_routing(replayed, lengths)
+    place = None if routing is None else buffer.add([routing], np.int32, routing.shape)
     moved = buffer.move(device)
     tokens, positions, logit_indices, flat_targets, ends_there = moved[:5]
     row = PackedRow(
@@ -165,6 +172,7 @@ def pack_row(
         targets=flat_targets,
         images=[RowImage(moved[pixels], moved[places]) for pixels, places in images],
         known=RowPlaces(positions, Documents(lengths, ends_there), indices),
+        routing=None if place is None else moved[place],
     )
     return RowContents(
         documents,

@@ -12,6 +12,8 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.train.core import commands, model_options, ops
 from strata.train.core.loss_graph import CustomLoss
+from strata.train.core.router_replay import decode_pass_routing
+from strata.train.core.sampling import SampledRouting
 from strata.train.status.pass_metrics import combine_metrics
 
 
@@ -26,6 +28,8 @@ class RankPassItem(msgspec.Struct, frozen=True, array_like=True):
     """A group of its datums is in several rows, so that no row alone has all that its loss needs."""
     datums: int = 1
     """How many it has, on all ranks together."""
+    replays: bool = False
+    """Whether any of its datums replays routing."""
 
     @property
     def group_size(self) -> int:
@@ -40,6 +44,7 @@ class PackedDatum(msgspec.Struct, frozen=True, array_like=True):
     item: int
     datum: int
     content: ops.Datum
+    routing: SampledRouting | None = None
 
 
 class RankPass(msgspec.Struct, frozen=True, array_like=True):
@@ -98,13 +103,22 @@ def partition_pass(command: commands.PassCommand, ranks: int) -> PartitionedPass
     """The rows of each rank. The orchestrator has packed them; a packing that is not sound fails the whole pass."""
     payloads, failures = _decode_items(command.items)
     contents = [payload.datums for payload in payloads]
+    routing = [_decode_routing(item, len(datums)) for item, datums in zip(command.items, contents, strict=True)]
     _check_packing(command, contents, {failure.item for failure in failures}, ranks)
     split = _split_items(command)
     items = [
-        RankPassItem(item.model_id, item.loss, item.config, payload.custom, number in split, len(payload.datums))
+        RankPassItem(
+            item.model_id,
+            item.loss,
+            item.config,
+            payload.custom,
+            number in split,
+            len(payload.datums),
+            any(routing[number]),
+        )
         for number, (item, payload) in enumerate(zip(command.items, payloads, strict=True))
     ]
-    rows_of_ranks = [[_packed_datums(row, contents) for row in rows] for rows in command.rows]
+    rows_of_ranks = [[_packed_datums(row, contents, routing) for row in rows] for rows in command.rows]
     images = _count_images(rows_of_ranks)
     of_ranks = [RankPass(command.forward_only, items, rows, command.replayed, images) for rows in rows_of_ranks]
     tokens = sum(datum.length for datums in contents for datum in datums)
@@ -137,9 +151,31 @@ def _decode_items(items: Sequence[commands.PassItem]) -> tuple[list[ops.PassData
     return contents, failures
 
 
-def _packed_datums(row: commands.Row, contents: Sequence[Sequence[ops.Datum]]) -> list[PackedDatum]:
+def _decode_routing(item: commands.PassItem, datums: int) -> Sequence[SampledRouting | None]:
+    """The routing of each datum. The orchestrator wrote it: what cannot be read fails the whole pass."""
+    if not item.routing:
+        return [None] * datums
+    try:
+        routing = decode_pass_routing(item.routing).datums
+    except msgspec.MsgspecError as error:
+        raise StrataError(Code.INTERNAL, f"the routing of a pass cannot be decoded: {error}") from error
+    if len(routing) != datums:
+        raise StrataError(Code.INTERNAL, f"there is routing of {len(routing)} datums for a pass of {datums}")
+    return routing
+
+
+def _packed_datums(
+    row: commands.Row,
+    contents: Sequence[Sequence[ops.Datum]],
+    routing: Sequence[Sequence[SampledRouting | None]],
+) -> list[PackedDatum]:
     return [
-        PackedDatum(segment.item, segment.datum, contents[segment.item][segment.datum])
+        PackedDatum(
+            segment.item,
+            segment.datum,
+            contents[segment.item][segment.datum],
+            routing[segment.item][segment.datum],
+        )
         for segment in row
         if contents[segment.item]
     ]

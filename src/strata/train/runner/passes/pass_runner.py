@@ -20,13 +20,16 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from strata.base.errors import Code, StrataError
+from strata.base.support import report_experimental
 from strata.train.core import model_options, ops
 from strata.train.core.out_of_memory import out_of_memory_message
+from strata.train.core.router_replay import ROUTER_REPLAY
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.images import filler, read_images
 from strata.train.runner.model.pipeline_parallel import RowStep, plan_steps
 from strata.train.runner.model.process_memory import is_out_of_memory
+from strata.train.runner.model.replay_check import verify_router_replay
 from strata.train.runner.model.row_limit import RowMemory
 from strata.train.runner.model.trained import LoraModel, TrainedModel
 from strata.train.runner.passes.custom_loss import GroupLoss, GroupMember, check_group, compute_group
@@ -102,6 +105,17 @@ class PassRunner:
         self._memory = memory
         self._models = models
         self.times = PassTimes()
+        self._replay_problem: str | None = None
+        """Why routing cannot be replayed, empty if it can; None before it was asked for."""
+
+    def require_router_replay(self) -> None:
+        """UNSUPPORTED if these ranks cannot replay routing. All ranks call it together."""
+        if self._replay_problem is None:
+            self._replay_problem = verify_router_replay(self._base, self._ranks)
+            if self._ranks.is_rank0 and not self._replay_problem:
+                report_experimental([ROUTER_REPLAY])
+        if self._replay_problem:
+            raise StrataError(Code.UNSUPPORTED, f"{ROUTER_REPLAY}: {self._replay_problem}")
 
     def run(self, work: RankPass) -> RankReport:
         """Items that cannot be computed are left out, on all ranks; the others are computed as if alone.
@@ -158,6 +172,8 @@ class PassRunner:
                 inputs = read_inputs(item.loss, item.config, packed.content, self._base.vocabulary)
             self._check_length(len(inputs.tokens))
             images = read_images(packed.content, self._base.images)
+            replayed = packed.routing
+            routing = None if replayed is None else self._base.routers.read(replayed, len(inputs.tokens))
         except StrataError as error:
             return ItemFailure(packed.item, packed.datum, error.code, error.message)
         except (RuntimeError, MemoryError) as error:
@@ -177,6 +193,7 @@ class PassRunner:
             item.groups,
             item.split,
             images,
+            routing,
         )
 
     def _reject_oversized(self, rows: Sequence[Sequence[PackedDocument]]) -> list[ItemFailure]:
@@ -208,6 +225,9 @@ class PassRunner:
         if item.model_id not in self._models:
             raise StrataError(Code.NOT_FOUND, f"there is no model {item.model_id!r}")
         check_config(item.loss, item.config)
+        if item.replays:
+            # Ranks of today may be others than those that created the model.
+            self.require_router_replay()
         if (item.custom is None) == (item.loss is model_options.LossName.CUSTOM):
             raise StrataError(Code.INVALID, "the loss custom has a graph, and no other loss has one")
 

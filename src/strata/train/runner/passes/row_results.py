@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from strata.train.runner.passes.losses import read_metrics
 from strata.train.runner.passes.packed_row import PackedBatch, PackedDocument, Place, RowContents
 from strata.train.runner.passes.partition import ComputedDatum, ItemFailure
 from strata.train.runner.passes.transfer import start_copy
+
+REPLAYED_TOKENS: Final = "router_replay_tokens:sum"
 
 
 @dataclass
@@ -58,6 +61,8 @@ class RowResults:
                 pass
             elif math.isfinite(own["loss:sum"]):
                 dense = ops.Dense(ops.DType.F32, shape, logprobs[start:end].tobytes())
+                if document.routing is not None:
+                    own = {**own, REPLAYED_TOKENS: float(len(document.routing))}
                 yield ComputedDatum(document.item, document.datum, ops.DatumOutput({"logprobs": dense}), own)
             else:
                 message = f"its loss is {own['loss:sum']}"

@@ -12,14 +12,24 @@ import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from contextlib import contextmanager
+from itertools import accumulate, groupby
 
 import torch
 
 from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.lora.hooks import Span
 from strata.train.runner.sampling.inference_model import InferenceModel
-from strata.train.runner.sampling.kv_cache import BLOCK, DecodePlan, KVCache, KVPool, KVPoolRows, PrefillPlan, Prompt
+from strata.train.runner.sampling.kv_cache import (
+    BLOCK,
+    DecodePlan,
+    KVCache,
+    KVPool,
+    KVPoolRows,
+    PrefillPlan,
+    PrefixBlock,
+    Prompt,
+)
 from strata.train.runner.sampling.prompt_logprobs import compute_prompt_logprobs
 from strata.train.runner.sampling.sampling_ops import LogitsProcessor, SampledTokens, sample_tokens
 from strata.train.runner.sampling.scatter import SliceOutcomes
@@ -142,11 +152,19 @@ class RunningBatch:
         """Compute the prompts into the KV cache, and sample the first token of each sequence."""
         admitted = _group_by_adapter(admitted)
         plan = [self._plan_prompt(group, sequences) for group, sequences in admitted]
-        hidden = self._prompt_hidden(admitted, plan)
-        for group, sequences in admitted:
-            first = sequences[0]
-            self._cache.remember(group.prefix_owner, group.sample.prompt, first.pool, first.slot)
+        with self._recording(group for group, _ in admitted) as routing:
+            hidden = self._prompt_hidden(admitted, plan)
         lengths = [prompt.length for prompt in plan]
+        starts = accumulate(lengths, initial=0)
+        for (group, sequences), prompt, start in zip(admitted, plan, starts, strict=False):
+            first, routed = sequences[0], b""
+            if group.routers is not None:
+                routed = b"".join(
+                    [*(block.routing for block in prompt.prefix), *routing[start : start + prompt.length]]
+                )
+            for sequence in sequences:
+                sequence.routing += routed
+            self._cache.remember(group.prefix_owner, group.sample.prompt, first.pool, first.slot, routed)
         for (group, _), prompt_hidden in zip(admitted, torch.split(hidden, lengths), strict=True):
             if group.wants_prompt:
                 outcomes.prompts.append((group.request_id, compute_prompt_logprobs(self._model, group, prompt_hidden)))
@@ -203,10 +221,26 @@ class RunningBatch:
 
     def _plan_prompt(self, group: SequenceGroup, sequences: Sequence[RunningSequence]) -> Prompt:
         """Log probabilities of a prompt need the hidden states of all its tokens, so nothing of it is reused."""
-        sample = group.sample
-        prefix = [] if group.wants_prompt else self._cache.prefixes.match(group.prefix_owner, sample.prompt)
+        prefix = [] if group.wants_prompt else self._match_prefix(group)
         slots = [(sequence.pool, sequence.slot) for sequence in sequences]
         return Prompt(len(group.prompt) - len(prefix) * BLOCK, slots, prefix)
+
+    def _match_prefix(self, group: SequenceGroup) -> Sequence[PrefixBlock]:
+        recorded = group.routers is not None
+        return self._cache.prefixes.match(group.prefix_owner, group.sample.prompt, routing=recorded)
+
+    @contextmanager
+    def _recording(self, groups: Iterable[SequenceGroup]) -> Iterator[list[bytes]]:
+        """Record the routing of what is computed, if it is of any of these groups: a list that has it, token by token,
+        when the context ends."""
+        routing: list[bytes] = []
+        if all(group.routers is None for group in groups):
+            yield routing
+            return
+        routers = self._model.routers
+        routers.start_recording()
+        yield routing
+        routing += [each.tobytes() for each in routers.encode(routers.take_recorded())]
 
     def _prompt_hidden(self, admitted: Admitted, plan: Sequence[Prompt]) -> torch.Tensor:
         """The hidden states of what is computed of all prompts, one after the other."""
@@ -235,12 +269,15 @@ class RunningBatch:
         if self._rows is None:
             self._rows = DecodeRows(self.running, self._model.vocabulary, self.running[0].group.prompt.device)
         rows = self._rows
-        hidden = self._model.hidden(rows.tokens, rows.positions, rows.spans, rows.plan)
+        with self._recording(sequence.group for sequence in rows.sequences) as routing:
+            hidden = self._model.hidden(rows.tokens, rows.positions, rows.spans, rows.plan)
         logits = self._model.logits(hidden, rows.spans)
         uniform = _draw_uniform(rows.sequences, rows.processor, rows.tokens.device)
         sampled = sample_tokens(logits, rows.processor, uniform)
-        for sequence in rows.sequences:
+        for row, sequence in enumerate(rows.sequences):
             sequence.length += 1
+            if sequence.group.routers is not None:
+                sequence.routing += routing[row]
         rows.advance(sampled.tokens)
         self._accept(rows.sequences, sampled, outcomes)
 

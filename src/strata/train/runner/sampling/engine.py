@@ -109,7 +109,7 @@ class SamplingEngine:
         sample = added.sample
         if added.weights_name not in self._samplers:
             raise StrataError(Code.NOT_FOUND, f"there is no sampler {sample.sampler_id!r}")
-        self._validator.check(sample)
+        self._validator.check(sample, self._model.routers.token_bytes if added.routing else 0)
         return self._validator.slot_length(sample)
 
     @any_kernels()
@@ -168,6 +168,7 @@ class SamplingEngine:
             weights=weights,
             version=self._samplers.version(weights),
             drawn=added.drawn,
+            routers=self._model.routers if added.routing else None,
         )
         self._batches[key].add(group, added.indices)
 

@@ -48,6 +48,7 @@ from strata.train.runner.model.quantised import replace_layers
 from strata.train.runner.model.startup_check import FAILURES, TOLERANCE, first_line
 from strata.train.runner.model.trained import local, mesh_size
 from strata.train.runner.passes.logprobs import DecoderAndHead, PackedRow
+from strata.train.runner.router_replay import RouterReplay
 from strata.train.runner.sampling.kv_cache import SHORTEST_SLOT, DecodePlan, KVCache, KVPoolRows, PrefillPlan, Prompt
 
 ATTENTION: Final = "strata_sampling"
@@ -116,7 +117,8 @@ class InferenceModel:
         self._split = DecoderAndHead(self._lm, decoder)
         self._adapters = Adapters()
         self._adapters.add_hooks(self._lm)
-        group_experts(self._lm, self._adapters)
+        self.routers = RouterReplay()
+        group_experts(self._lm, self._adapters, routers=self.routers)
         for name, buffer in lm.named_buffers(remove_duplicate=False):
             module, last = parent_of(self._lm, name)
             module._buffers[last] = buffer

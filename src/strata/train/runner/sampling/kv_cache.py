@@ -88,8 +88,14 @@ class KVPool:
                     part[self.used, :last_tokens] = 0
 
 
-PrefixBlock = dict[int, tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values of `BLOCK` tokens, by layer."""
+@dataclass(frozen=True)
+class PrefixBlock:
+    """What was computed of `BLOCK` tokens."""
+
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    """Their keys and values, by layer."""
+    routing: bytes
+    """The experts that they were computed with; empty if that was not recorded."""
 
 
 class PrefixCache:
@@ -103,28 +109,31 @@ class PrefixCache:
     def tokens(self) -> int:
         return len(self._blocks) * BLOCK
 
-    def match(self, sampler_id: str, prompt: bytes) -> list[PrefixBlock]:
-        """The blocks that this prompt begins with. Its last token is never in one: its hidden state is needed."""
+    def match(self, sampler_id: str, prompt: bytes, *, routing: bool = False) -> list[PrefixBlock]:
+        """The blocks that this prompt begins with, with `routing` those that have it. Its last token is never in one:
+        its hidden state is needed."""
         names: list[tuple[str, bytes]] = []
         for name in _block_names(sampler_id, prompt[:-_TOKEN_BYTES]):
-            if name not in self._blocks:
+            if name not in self._blocks or (routing and not self._blocks[name].routing):
                 break
             names.append(name)
         blocks = [self._blocks[name] for name in names]
         self._touch(names)
         return blocks
 
-    def add(self, sampler_id: str, prompt: bytes, pool: KVPool, slot: int, room: int) -> None:
+    def add(self, sampler_id: str, prompt: bytes, pool: KVPool, slot: int, room: int, routing: bytes = b"") -> None:
         """Copy the blocks of a prompt from its slot. `room` is what the KV cache has beside its pools, in tokens."""
+        routed = len(routing) * _TOKEN_BYTES // len(prompt)
         most = min(self.max_tokens, room) // BLOCK
         names = _block_names(sampler_id, prompt)[:most]
         for number, name in enumerate(names):
             if name not in self._blocks:
                 part = slice(number * BLOCK, (number + 1) * BLOCK)
-                self._blocks[name] = {
+                layers = {
                     layer: (keys[slot, part].clone(), values[slot, part].clone())
                     for layer, (keys, values) in pool.layers.items()
                 }
+                self._blocks[name] = PrefixBlock(layers, routing[part.start * routed : part.stop * routed])
         self._touch(names)
         self.shrink(most * BLOCK)
 
@@ -142,7 +151,7 @@ class PrefixCache:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         for block in self._blocks.values():
-            for layer in block.values():
+            for layer in block.layers.values():
                 yield from layer
 
 
@@ -172,10 +181,10 @@ class KVCache:
     def allocated(self) -> int:
         return sum(pool.slots * pool.length for pool in self._pools.values())
 
-    def remember(self, sampler_id: str, prompt: bytes, pool: KVPool, slot: int) -> None:
+    def remember(self, sampler_id: str, prompt: bytes, pool: KVPool, slot: int, routing: bytes = b"") -> None:
         """Keep the blocks of a prompt that was prefilled into this slot, as far as there is room."""
         if self.prefixes.max_tokens:
-            self.prefixes.add(sampler_id, prompt, pool, slot, self.max_tokens - self.allocated)
+            self.prefixes.add(sampler_id, prompt, pool, slot, self.max_tokens - self.allocated, routing)
 
     def fits(self, length: int) -> bool:
         return self.sequences < self.max_sequences and self.tokens + length <= self.max_tokens
@@ -242,7 +251,7 @@ class Prompt:
         for pool, slot in self.slots:
             for part, (cached, new) in enumerate(zip(pool.of_layer(layer, keys, values), (keys, values), strict=True)):
                 for number, block in enumerate(self.prefix):
-                    cached[slot, number * BLOCK : (number + 1) * BLOCK] = block[layer][part]
+                    cached[slot, number * BLOCK : (number + 1) * BLOCK] = block.layers[layer][part]
                 cached[slot, self.reused : until] = new
 
 

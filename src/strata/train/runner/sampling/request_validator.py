@@ -46,7 +46,8 @@ class RequestValidator:
         self._path = base.settings.model
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
-    def check(self, sample: SampleOperation) -> None:
+    def check(self, sample: SampleOperation, routing_bytes: int = 0) -> None:
+        """The routing of a token takes so many bytes."""
         params = sample.params
         _require(1 <= sample.num_samples <= MAX_SAMPLES, f"num_samples must be 1 to {MAX_SAMPLES}")
         _require(len(sample.prompt) % 4 == 0 and sample.length > 0, "the prompt has no tokens")
@@ -72,7 +73,7 @@ class RequestValidator:
             self.decoder()
         needed = self.slot_length(sample)
         _require(needed <= self._cached, f"it needs {needed} cached tokens, and a rank has room for {self._cached}")
-        check_result_size(sample, self.limit(sample))
+        check_result_size(sample, self.limit(sample), routing_bytes)
 
     def limit(self, sample: SampleOperation) -> int:
         """The most tokens of each sample."""

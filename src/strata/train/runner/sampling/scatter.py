@@ -66,6 +66,7 @@ class RankSequences(msgspec.Struct, frozen=True, array_like=True):
     """In-flight weights; empty: those of its sampler."""
     drawn: Mapping[int, DrawnSequence] = {}
     """What earlier ranks drew of these sequences."""
+    routing: bool = False
 
 
 class RankSlice(msgspec.Struct, frozen=True, array_like=True):
@@ -175,7 +176,9 @@ class SampleScatter:
         for rank, indices in ranks.items():
             drawn = {index: added.drawn[index] for index in indices if index in added.drawn}
             first = indices[0] == left[0]
-            adds[rank].append(RankSequences(request_id, sample, indices, first, added.share, added.weights, drawn))
+            adds[rank].append(
+                RankSequences(request_id, sample, indices, first, added.share, added.weights, drawn, added.routing)
+            )
 
     def merge(self, reports: Sequence[RankSliceResult]) -> SliceResult:
         for report in reports:

@@ -24,6 +24,7 @@ from strata.train.core.sampling import (
     decode_context,
 )
 from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.router_replay import RouterReplay
 from strata.train.runner.sampling.kv_cache import KVPool
 from strata.train.runner.sampling.sampling_ops import SeededRng
 
@@ -97,6 +98,8 @@ class SequenceGroup:
     """The version of in-flight weights; it changes with them. None: the weights never change."""
     drawn: Mapping[int, DrawnSequence] = field(default_factory=dict)
     """What earlier ranks drew, by the place of the sequence."""
+    routers: RouterReplay | None = None
+    """What its routing is recorded with; None if it is not."""
 
     @property
     def prefix_owner(self) -> str:
@@ -117,6 +120,8 @@ class RunningSequence:
     logprobs: list[float] = field(default_factory=list)
     top_tokens: bytearray = field(default_factory=bytearray)
     top_logprobs: bytearray = field(default_factory=bytearray)
+    routing: bytearray = field(default_factory=bytearray)
+    """That of all tokens in its slot, if it is recorded."""
     rng: SeededRng | None = None
     strings: StopStrings | None = None
     versions: VersionSpans = ()
@@ -201,4 +206,5 @@ class RunningSequence:
             stop_reason=reason,
             top=top,
             versions=self.versions,
+            routing=None if self.group.routers is None else self.group.routers.sampled(bytes(self.routing)),
         )
