@@ -31,6 +31,7 @@ from strata.http.server import listen, new_loop, server_config, stop_on_signals,
 from strata.identity.authenticate import Authenticator
 from strata.train.api.context import REPLY_TIMEOUT_S, ApiContext, ApiMetrics, OrchestratorPort
 from strata.train.api.keys import load_operator_token
+from strata.train.api.rollout_files import RolloutFiles
 from strata.train.api.routes import application
 from strata.train.api.template_process import TemplateRenderer
 from strata.train.api.text import TextLoader
@@ -83,10 +84,12 @@ class APIServer:
         require_private_folder(settings.data, "the server's files")
         # Uploads of a process that was killed.
         await asyncio.to_thread(_remove_uploads, settings.imports, self._number)
+        await asyncio.to_thread(RolloutFiles(settings.rollout_sessions).remove_expired, clock.wall_s())
         shared = settings.server.api_servers > 1
         async with (
             open_key_database(settings.identity_database, shared=shared) as identity,
-            aclosing(TemplateRenderer()) as templates,
+            aclosing(TemplateRenderer("templates")) as templates,
+            aclosing(TemplateRenderer("grammars")) as grammars,
         ):
             if not settings.server.identity_database:
                 await create_first_key(identity, clock, settings.data)
@@ -101,6 +104,7 @@ class APIServer:
                 ids=Ids(clock),
                 text=TextLoader(settings.model.path),
                 templates=templates,
+                grammars=grammars,
                 reply_timeout_s=self._reply_timeout_s,
                 pace=self._pace,
                 bodies=BodyBudget(largest=settings.server.max_body_bytes),

@@ -168,9 +168,8 @@ def _reaches_engines(state: TrainState, path: str) -> bool:
 
 def _engines_can_sample(sample: SampleOperation) -> bool:
     params = sample.params
-    unmodified = params.temperature == 0 or (params.temperature == 1 and params.top_k <= 0 and params.top_p == 1)
     extra = sample.wants_prompt or sample.topk_sample_logprobs or params.stop_strings
-    return unmodified and not extra and params.max_tokens is not None
+    return params.is_plain and not extra and params.max_tokens is not None
 
 
 def _route(state: TrainState, request: RouteSamples) -> Decision:

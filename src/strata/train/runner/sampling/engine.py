@@ -139,10 +139,11 @@ class SamplingEngine:
         key = self._samplers.key(sample.sampler_id)
         if key not in self._batches:
             self._batches[key] = RunningBatch(key, self._cache, self._model, self.limits.prompt_tokens)
+        prompt = tokens_from(sample.prompt).to(self._ranks.device)
         group = SequenceGroup(
             request_id=added.request_id,
             sample=sample,
-            prompt=tokens_from(sample.prompt).to(self._ranks.device),
+            prompt=prompt,
             adapter=self._samplers.adapter(sample.sampler_id),
             limit=self._validator.limit(sample),
             slot_length=self._validator.slot_length(sample),
@@ -150,6 +151,7 @@ class SamplingEngine:
             decode=self._validator.decoder() if params.stop_strings else None,
             wants_prompt=added.prompt and sample.wants_prompt,
             share=added.share,
+            new_shape=self._validator.shape_maker(params, prompt),
         )
         self._batches[key].add(group, added.indices)
 

@@ -20,6 +20,7 @@ from strata.train.core.sampling import (
 )
 from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.sampling.kv_cache import KVPool
+from strata.train.runner.sampling.logits_shape import LogitsShape
 from strata.train.runner.sampling.sampling_ops import SeededRng, is_greedy
 
 Decode = Callable[[Sequence[int]], str]
@@ -86,6 +87,8 @@ class SequenceGroup:
     """Whether this rank computes the log probabilities of the prompt."""
     share: str
     """The tenant to whom its slots are charged."""
+    new_shape: Callable[[], LogitsShape] | None
+    """Makes what shapes the logits of one sequence; None if nothing does."""
 
 
 @dataclass(eq=False)
@@ -103,6 +106,7 @@ class RunningSequence:
     top_logprobs: bytearray = field(default_factory=bytearray)
     rng: SeededRng | None = None
     strings: StopStrings | None = None
+    shape: LogitsShape | None = None
 
     def __post_init__(self) -> None:
         sample = self.group.sample
@@ -112,11 +116,14 @@ class RunningSequence:
         if params.stop_strings and self.group.decode is not None:
             prompt = self.group.prompt[-2 * CONTEXT :].tolist()
             self.strings = StopStrings(self.group.decode, params.stop_strings, prompt)
+        self.shape = None if self.group.new_shape is None else self.group.new_shape()
 
     def accept(self, token: int, logprob: float) -> Literal["stop", "length"] | None:
         """Append a token. Returns the stop reason if the sequence has ended."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        if self.shape is not None:
+            self.shape.accept(token)
         if token in self.group.stops or (self.strings is not None and self.strings.match(self.tokens)):
             return "stop"
         return "length" if len(self.tokens) >= self.group.limit else None
