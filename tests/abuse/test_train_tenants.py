@@ -64,7 +64,8 @@ class Field:
 
     def unknown(self) -> dict[str, str]:
         """The same ids, of a session that nobody has."""
-        return {name: value.replace(self.ids["session"], NOBODY) for name, value in self.ids.items()}
+        ids = {name: value.replace(self.ids["session"], NOBODY) for name, value in self.ids.items()}
+        return ids | {"rollout": f"rollout_{NOBODY}"}
 
 
 @asynccontextmanager
@@ -82,7 +83,9 @@ async def playing(folder: Path) -> AsyncIterator[Field]:
         sampler = await sampler_of(alice, session)
         sample = await alice.post("asample", wanted(sampler))
         await alice.done(sample)
+        rollout = await alice.send("POST", "/v1/rollout_sessions", json={})
         found.ids = {
+            "rollout": rollout.json()["id"],
             "session": session,
             "model": alice.model,
             "future": passed["request_id"],
@@ -211,6 +214,11 @@ ATTACKS: Final[Mapping[str, Sequence[Attempt]]] = {
     ],
     "the time of a checkpoint": [("PUT", f"/api/v1/{CHECKPOINT}/ttl", lambda _: {"ttl_seconds": 1})],
     "archive and external_weights_urls": [get(f"{CHECKPOINT}/archive"), get(f"{CHECKPOINT}/external_weights_urls")],
+    "a rollout session, and the models below its path": [
+        ("GET", "/v1/rollout_sessions/{rollout}", nothing),
+        ("GET", "/v1/rollout_sessions/{rollout}/models", nothing),
+        ("DELETE", "/v1/rollout_sessions/{rollout}", nothing),
+    ],
     "the timeline of an operation": [get("futures/{future}/timeline"), get("futures/{sample}/timeline")],
     # Last, because the owner tries all of them in this order.
     "unload_model": [post("unload_model", lambda ids: {"model_id": ids["model"]})],
@@ -232,6 +240,8 @@ ELSEWHERE: Final = frozenset(
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/models/{model:path}",
+        "/v1/rollout_sessions/{session_id}/chat/completions",
+        "/v1/rollout_sessions/{session_id}/completions",
         "/api/v1/load_weights",
         "/api/v1/sync_inference_weights",
         "/api/v1/save_weights_external",
@@ -347,7 +357,7 @@ async def test_what_a_tenant_may_change_of_its_own_is_refused_to_a_viewer(tmp_pa
 async def test_what_each_caller_has_is_out_of_reach_for_others(played: Field, tries: Tries) -> None:
     rows = {route.name for route in changing(ROUTES) if route.owner == "caller"}
     # Where an adapter is put is attacked in test_train_content.
-    assert rows == {"sessions.create", "account.revoke_key", "archive.take"}
+    assert rows == {"sessions.create", "account.revoke_key", "archive.take", "rollout_sessions.open_session"}
     made = await played.server.operator.send("POST", "/v1/keys", json={"name": "mallory", "role": "researcher"})
     mallory = Client(played.b.http, made.json()["secret"])
     pretended = {"X-Strata-Tenant": "alice"}

@@ -226,6 +226,8 @@ TRAINING: Final = (
     _training("answers drawn ahead (grpo.pipeline)", "supported", "pr", "recipes/test_pipeline.py"),
     SupportRow("tinker SDK", "core", None, "pr", "tests/e2e/test_tinker_sdk.py", _CI),
     SupportRow("OpenAI-compatible endpoints", "core", None, "merge", "tests/e2e/test_openai.py", _CI),
+    SupportRow("rollout sessions", "supported", None, "merge", "tests/e2e/test_openai_sessions.py", _CI),
+    _training("samples by schemas and forced calls", "experimental", "pr", "train_sampler/test_logits_shape.py"),
     SupportRow(
         "vLLM beside the ranks",
         "supported",

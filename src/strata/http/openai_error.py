@@ -10,6 +10,8 @@ import msgspec
 from strata.base.errors import Code, StrataError
 
 OPENAI_PATHS: Final = ("/v1/models", "/v1/chat/completions", "/v1/completions")
+_SESSIONS: Final = "/v1/rollout_sessions/"
+_IN_SESSION: Final = ("/completions", "/models")
 _CODES: Final[Mapping[Code, str]] = {
     Code.UNAUTHENTICATED: "invalid_api_key",
     Code.NOT_FOUND: "model_not_found",
@@ -37,15 +39,15 @@ class OpenAiError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_openai_path(path: str) -> bool:
-    return path in OPENAI_PATHS or path.startswith("/v1/models/")
+    in_session = path.startswith(_SESSIONS) and path.endswith(_IN_SESSION)
+    return path in OPENAI_PATHS or path.startswith("/v1/models/") or in_session
 
 
 def openai_error(error: StrataError, status: int) -> OpenAiError:
     kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
-    problem = OpenAiProblem(
-        message=str(error),
-        type=kind,
-        param=error.detail.get("path"),
-        code=_CODES.get(error.code, error.code.value),
-    )
+    param = error.detail.get("path")
+    # A model is what a request names, unless the error says otherwise.
+    is_model = error.code is not Code.NOT_FOUND or param in (None, "model")
+    code = _CODES.get(error.code, error.code.value) if is_model else error.code.value
+    problem = OpenAiProblem(message=str(error), type=kind, param=param, code=code)
     return OpenAiError(error=problem)

@@ -45,6 +45,7 @@ from strata.sdk.operations import (
     sample_operation,
     save_operation,
 )
+from strata.sdk.rollout_sessions import RolloutBranch, RolloutSession
 from strata.sdk.server_calls import Progress, ServerCalls, get, post
 from strata.train.core import model_options
 from strata.train.core.model_options import Schedule
@@ -54,6 +55,8 @@ __all__ = [
     "Future",
     "Model",
     "Pass",
+    "RolloutBranch",
+    "RolloutSession",
     "Sample",
     "Sampler",
     "SamplingParams",
@@ -243,6 +246,7 @@ class TrainingServer:
             base_url=_base_url(url), headers={"X-API-Key": key}, transport=transport, verify=_trusted(ca)
         )
         self.calls = ServerCalls(self._http)
+        self._url = url
         self.progress = progress
         self._models = 0
         self._samplers = itertools.count()
@@ -319,6 +323,11 @@ class TrainingServer:
         """Makes a sampler of the base, or of saved weights."""
         request = open_sampler_request(self.session_id, self.count_sampler(), base_model, path)
         return Sampler(self, str(self.calls.json(request)["sampling_session_id"]))
+
+    def open_rollout(self, *, prompts: str = "tokens") -> RolloutSession:
+        """A rollout session for a harness that speaks OpenAI's protocol. With `prompts="template"` each prompt is what
+        the template makes of all messages, instead of the tokens of the turns before and what comes after them."""
+        return RolloutSession.open(self.calls, self._url, prompts)
 
     def count_sampler(self) -> int:
         """The number of the next sampler of this session."""

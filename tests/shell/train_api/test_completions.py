@@ -167,7 +167,7 @@ def test_a_sample_is_decoded_as_often_with_many_stops_and_tokens_as_with_few() -
         tokenizer.decoded = 0
         sampled = text.sampled(sequence, ["never sampled"] * stops, [1, 2], logprobs=False)
         counts.add(tokenizer.decoded)
-        assert (sampled.length, sampled.tokens) == (length, ())
+        assert (len(sampled.token_ids), sampled.tokens) == (length, ())
     assert len(counts) == 1
 
 

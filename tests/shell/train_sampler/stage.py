@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LogitsProcessorList
-from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from strata.train.core.model_options import LoraConfig
 from strata.train.core.sampling import (
@@ -204,9 +211,16 @@ class Reference:
 
 
 def warpers(params: SampleParams) -> Callable[[Any, Any], torch.Tensor]:
+    """Hugging Face has no penalties for presence and frequency: those are OpenAI's formula."""
     found: Any = LogitsProcessorList()
+    if params.logit_bias:
+        found.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias.items()]))
+    if params.repetition_penalty != 1:
+        found.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     if params.temperature:
         found.append(TemperatureLogitsWarper(params.temperature))
+        if params.min_p:
+            found.append(MinPLogitsWarper(params.min_p))
         if params.top_k > 0:
             found.append(TopKLogitsWarper(params.top_k))
         if params.top_p < 1:

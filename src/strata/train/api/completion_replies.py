@@ -8,7 +8,7 @@ tokens differ from those that were sent, ends the stream with an error.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
@@ -23,7 +23,7 @@ from strata.train.wire.sampling import top_pairs
 
 TOKEN_BYTES: Final = 4
 """Bytes of a token in a packed prompt."""
-NO_TEXT: Final = SampledText("", 0, (), "length")
+NO_TEXT: Final = SampledText("", (), (), "length")
 """A sample of which nothing is shown."""
 
 Reply = TypeVar("Reply", openai.ChatCompletion, openai.TextCompletion)
@@ -76,10 +76,12 @@ class CompletionForm(ABC, Generic[Reply]):
         self.text = text
         self.prompts = [each.prompt for each in samples]
         self.logprobs = logprobs
+        self.token_ids = bool(body.return_token_ids)
         self.stream = bool(body.stream)
         self.model = body.model
         self.created = int(call.context.clock.wall_s())
         self.wants_usage_chunk = body.wants_usage_chunk
+        self.temperature = samples[0].params.temperature
         self.samples = body.samples
         """The number of samples of each prompt."""
         self.stops = body.stop_strings
@@ -87,6 +89,13 @@ class CompletionForm(ABC, Generic[Reply]):
         self._sampled = 0
         self._sent: dict[tuple[int, int], _SentChoice] = {}
         """What was sent, by prompt and sample."""
+
+    @abstractmethod
+    def reply_id(self, name: str) -> str: ...
+
+    @abstractmethod
+    def read_reply(self, sequence: SampledSequence) -> tuple[Mapping[str, Any] | None, str]:
+        """The message that a sample is in a chat, as templates expect it, and the reason for its end."""
 
     @abstractmethod
     def reply(self, name: str, results: Sequence[SampleResult]) -> Reply: ...
@@ -132,12 +141,18 @@ class CompletionForm(ABC, Generic[Reply]):
         sent.tokens += part.tokens
         return sent.text.add(_unpack(part.tokens)), self.text.describe_sampled(part) if self.logprobs else ()
 
+    def ids(self, tokens: Sequence[int]) -> openai.TokenIds:
+        return tokens if self.token_ids else msgspec.UNSET
+
+    def prompt_ids(self, index: int) -> openai.TokenIds:
+        return _unpack(self.prompts[index]) if self.token_ids else msgspec.UNSET
+
     def usage(self) -> openai.TokenUsage:
         return openai.usage_of(sum(map(len, self.prompts)) // TOKEN_BYTES, self._sampled)
 
     def sampled(self, result: SampleResult, prompt: Sequence[int]) -> list[SampledText]:
         texts = [self.text.sampled(each, self.stops, prompt, logprobs=self.logprobs) for each in result.sequences]
-        self._sampled += sum(each.length for each in texts)
+        self._sampled += sum(len(each.token_ids) for each in texts)
         return texts
 
 
@@ -148,10 +163,24 @@ class ChatForm(CompletionForm[openai.ChatCompletion]):
         super().__init__(call, body, text, samples, logprobs=bool(body.logprobs))
         self._has_tools = bool(body.offered_tools)
 
+    def reply_id(self, name: str) -> str:
+        return f"chatcmpl-{name}"
+
+    def read_reply(self, sequence: SampledSequence) -> tuple[Mapping[str, Any] | None, str]:
+        sample = self.text.sampled(sequence, self.stops, (), logprobs=False)
+        content, calls = self._parse(sample.text)
+        message = {"role": "assistant", "content": content, "tool_calls": [msgspec.to_builtins(each) for each in calls]}
+        return openai.template_message("messages", message), "tool_calls" if calls else sample.finish_reason
+
     def reply(self, name: str, results: Sequence[SampleResult]) -> openai.ChatCompletion:
         choices = [self._choice(index, sample) for index, sample in enumerate(self.sampled(results[0], ()))]
         return openai.ChatCompletion(
-            id=f"chatcmpl-{name}", created=self.created, model=self.model, choices=choices, usage=self.usage()
+            id=self.reply_id(name),
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=self.usage(),
+            prompt_token_ids=self.prompt_ids(0),
         )
 
     def _parse(self, text: str) -> tuple[str, Sequence[openai.ToolCall]]:
@@ -167,6 +196,7 @@ class ChatForm(CompletionForm[openai.ChatCompletion]):
             message=message,
             logprobs=_chat_logprobs(sample.tokens) if self.logprobs else None,
             finish_reason="tool_calls" if calls else sample.finish_reason,
+            token_ids=self.ids(sample.token_ids),
         )
 
     def text_stream(self, index: int) -> TextStream:
@@ -177,7 +207,9 @@ class ChatForm(CompletionForm[openai.ChatCompletion]):
     def part_chunk(self, name: str, index: int, part: SampledPart) -> msgspec.Struct | None:
         sent = self.sent(index, part.index)
         text, tokens = self.read_part(sent, part)
-        return self._delta(name, part.index, sent, text, tokens) if text or tokens else None
+        if not text and not tokens and not self.token_ids:
+            return None
+        return self._delta(name, part.index, text, tokens, _unpack(part.tokens))
 
     def last_chunks(self, name: str, index: int, result: SampleResult) -> Iterator[msgspec.Struct]:
         for place, sample in enumerate(self.sampled(result, ())):
@@ -185,8 +217,10 @@ class ChatForm(CompletionForm[openai.ChatCompletion]):
             sent.check_same(result.sequences[place])
             content, calls = self._parse(sample.text)
             rest, tokens = sent.text.rest(content), sample.tokens[sent.count :]
-            if rest or tokens or calls or not sent.begun:
-                yield self._delta(name, place, sent, rest if rest or not calls else None, tokens, calls)
+            token_ids = sample.token_ids[sent.count :]
+            if rest or tokens or calls or not sent.begun or (token_ids and self.token_ids):
+                shown = rest if rest or not calls else None
+                yield self._delta(name, place, shown, tokens, token_ids, calls)
             ended = openai.ChatChunkChoice(
                 index=place, delta=openai.ChatDelta(), finish_reason="tool_calls" if calls else sample.finish_reason
             )
@@ -196,16 +230,23 @@ class ChatForm(CompletionForm[openai.ChatCompletion]):
         self,
         name: str,
         place: int,
-        sent: _SentChoice,
         content: str | None,
         tokens: Sequence[TokenText],
+        token_ids: Sequence[int],
         calls: Sequence[openai.ToolCall] = (),
     ) -> openai.ChatChunk:
+        sent = self.sent(0, place)
         numbered = [msgspec.structs.replace(each, index=number) for number, each in enumerate(calls)]
         delta = openai.ChatDelta(role=None if sent.begun else "assistant", content=content, tool_calls=numbered)
+        prompt = msgspec.UNSET if sent.begun or place else self.prompt_ids(0)
         sent.begun = True
-        logprobs = _chat_logprobs(tokens) if self.logprobs else None
-        return self._chunk(name, openai.ChatChunkChoice(index=place, delta=delta, logprobs=logprobs))
+        choice = openai.ChatChunkChoice(
+            index=place,
+            delta=delta,
+            logprobs=_chat_logprobs(tokens) if self.logprobs else None,
+            token_ids=self.ids(token_ids),
+        )
+        return msgspec.structs.replace(self._chunk(name, choice), prompt_token_ids=prompt)
 
     def usage_chunk(self, name: str) -> msgspec.Struct | None:
         return self._chunk(name, usage=self.usage()) if self.wants_usage_chunk else None
@@ -214,7 +255,7 @@ class ChatForm(CompletionForm[openai.ChatCompletion]):
         self, name: str, *choices: openai.ChatChunkChoice, usage: openai.TokenUsage | None = None
     ) -> openai.ChatChunk:
         return openai.ChatChunk(
-            id=f"chatcmpl-{name}", created=self.created, model=self.model, choices=choices, usage=usage
+            id=self.reply_id(name), created=self.created, model=self.model, choices=choices, usage=usage
         )
 
 
@@ -241,6 +282,12 @@ class TextForm(CompletionForm[openai.TextCompletion]):
         self._echoes = bool(body.echo)
         self._generates = body.generated > 0
 
+    def reply_id(self, name: str) -> str:
+        return f"cmpl-{name}"
+
+    def read_reply(self, sequence: SampledSequence) -> tuple[Mapping[str, Any] | None, str]:
+        return None, sequence.stop_reason
+
     def reply(self, name: str, results: Sequence[SampleResult]) -> openai.TextCompletion:
         choices = [choice for index, result in enumerate(results) for choice in self._rest(index, result)]
         return self._completion(name, choices, self.usage())
@@ -251,11 +298,11 @@ class TextForm(CompletionForm[openai.TextCompletion]):
     def part_chunk(self, name: str, index: int, part: SampledPart) -> msgspec.Struct | None:
         sent = self.sent(index, part.index)
         text, tokens = self.read_part(sent, part)
-        if not text and not tokens:
+        if not text and not tokens and not self.token_ids:
             return None
         echoed = self._echo(_unpack(self.prompts[index])) if self._echoes and not sent.begun else None
-        number = index * self.samples + part.index
-        return self._completion(name, [self._choice(number, sent, text, tokens, echoed)])
+        choice = self._choice(index, part.index, text, tokens, echoed, _unpack(part.tokens))
+        return self._completion(name, [choice])
 
     def last_chunks(self, name: str, index: int, result: SampleResult) -> Iterator[msgspec.Struct]:
         for choice in self._rest(index, result):
@@ -268,7 +315,7 @@ class TextForm(CompletionForm[openai.TextCompletion]):
         self, name: str, choices: Sequence[openai.TextChoice], usage: openai.TokenUsage | None = None
     ) -> openai.TextCompletion:
         return openai.TextCompletion(
-            id=f"cmpl-{name}", created=self.created, model=self.model, choices=choices, usage=usage
+            id=self.reply_id(name), created=self.created, model=self.model, choices=choices, usage=usage
         )
 
     def _rest(self, index: int, result: SampleResult) -> Iterator[openai.TextChoice]:
@@ -281,14 +328,15 @@ class TextForm(CompletionForm[openai.TextCompletion]):
             sent = self.sent(index, place)
             sent.check_same(result.sequences[place])
             rest, tokens = sent.text.rest(sample.text), sample.tokens[sent.count :]
-            choice = self._choice(index * self.samples + place, sent, rest, tokens, None if sent.begun else echoed)
+            token_ids = sample.token_ids[sent.count :]
+            choice = self._choice(index, place, rest, tokens, None if sent.begun else echoed, token_ids)
             yield msgspec.structs.replace(choice, finish_reason=sample.finish_reason)
 
     def _echo(self, prompt: Sequence[int], result: SampleResult | None = None) -> SampledText:
         """The prompt, as if it had been sampled."""
         text = self.text.decode(prompt)
         if not self.logprobs:
-            return SampledText(text, len(prompt), (), "length")
+            return SampledText(text, prompt, (), "length")
         own: list[float | None] = [None] * len(prompt)
         if result is not None and result.prompt_logprobs is not None:
             values = np.frombuffer(result.prompt_logprobs, "<f4").tolist()
@@ -297,18 +345,32 @@ class TextForm(CompletionForm[openai.TextCompletion]):
         tokens = [
             self.text.describe(token, own[place], top[place] if top else ()) for place, token in enumerate(prompt)
         ]
-        return SampledText(text, len(prompt), tokens, "length")
+        return SampledText(text, prompt, tokens, "length")
 
     def _choice(
-        self, number: int, sent: _SentChoice, text: str, tokens: Sequence[TokenText], echoed: SampledText | None
+        self,
+        index: int,
+        place: int,
+        text: str,
+        tokens: Sequence[TokenText],
+        echoed: SampledText | None,
+        token_ids: Sequence[int],
     ) -> openai.TextChoice:
+        sent = self.sent(index, place)
         if echoed is not None:
             text, tokens = echoed.text + text, [*echoed.tokens, *tokens]
         first = sent.characters
         sent.characters += sum(len(each.text) for each in tokens)
+        prompt_ids = msgspec.UNSET if sent.begun else self.prompt_ids(index)
         sent.begun = True
-        logprobs = _text_logprobs(tokens, first) if self.logprobs else None
-        return openai.TextChoice(index=number, text=text, logprobs=logprobs, finish_reason=None)
+        return openai.TextChoice(
+            index=index * self.samples + place,
+            text=text,
+            logprobs=_text_logprobs(tokens, first) if self.logprobs else None,
+            finish_reason=None,
+            token_ids=self.ids(token_ids),
+            prompt_token_ids=prompt_ids,
+        )
 
 
 def _text_logprobs(tokens: Sequence[TokenText], first: int) -> openai.TextLogprobs:

@@ -9,28 +9,31 @@ cancelled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Generic
 
 import msgspec
-import numpy as np
 
 from strata.base.errors import Code, StrataError
 from strata.http.disconnect import until_disconnect
 from strata.http.errors import STATUS_OF
 from strata.http.openai_error import openai_error
 from strata.http.route import KIB, MIB, RESEARCHER, VIEWER, RawReply, Route
+from strata.train.api.chat_prompt import ChatPrompt, render_prompt
 from strata.train.api.completion_replies import ChatForm, CompletionForm, Reply, TextForm, encode_event
 from strata.train.api.context import ApiCall
 from strata.train.api.futures import read_sample
+from strata.train.api.rollout_turns import RolloutTurns, TurnReply, pack_tokens
 from strata.train.api.sampler_cache import abort_all
 from strata.train.api.sampling import check_prompt_fits
+from strata.train.api.template_process import GrammarCheck
 from strata.train.api.text import ModelText
 from strata.train.core import ops
 from strata.train.core.sampling import SampledPart, SampleOperation, SampleResult, result_bytes
+from strata.train.grammar import check_library
 from strata.train.status import queries, views
 from strata.train.wire import bodies, openai
 from strata.train.wire.fields import invalid_field
@@ -112,41 +115,74 @@ async def _find_weights(call: ApiCall, model: str) -> _Weights:
 
 async def chat_completions(call: ApiCall, body: openai.ChatBody) -> openai.ChatCompletion | RawReply:
     """Reply to a chat, by the model's own template → one reply, or a stream of events"""
-    plan = await _plan_chat(call, body)
+    plan = await plan_chat(call, body)
     # It would be held while the samples run, and may be large.
     del body
-    return await _complete(call, plan)
+    return await complete(call, plan)
 
 
-async def _plan_chat(call: ApiCall, body: openai.ChatBody) -> _Plan[openai.ChatCompletion]:
+async def plan_chat(
+    call: ApiCall, body: openai.ChatBody, turns: RolloutTurns | None = None
+) -> CompletionPlan[openai.ChatCompletion]:
+    """`turns` record the replies, and make the prompt continue an earlier one."""
     body.check()
-    messages_, tools = body.template_messages(), body.offered_tools
+    messages = body.template_messages()
     weights, room, text = await _prepare(call, body.model)
-    variables = body.chat_template_kwargs or {}
-    chat = await asyncio.to_thread(text.prepare_chat, messages_, tools, variables, room)
-    rendered = await call.context.templates.render(chat)
-    prompt = await asyncio.to_thread(text.encode_chat, rendered)
-    params = body.params(body.token_limit, text.end_tokens)
+    chat = ChatPrompt(messages, body.offered_tools, body.chat_template_kwargs or {}, room)
+    prompt = await _chat_tokens(call, body.prompt_token_ids, chat, text, turns)
+    params = body.params(body.token_limit, text.end_tokens, await _checked_grammar(call, body))
     template = SampleOperation(
         "", 0, _pack(prompt), params, body.samples, topk_sample_logprobs=body.top, stream=bool(body.stream)
     )
-    return _Plan(weights, room, [template], ChatForm(call, body, text, [template]))
+    return CompletionPlan(weights, room, [template], ChatForm(call, body, text, [template]), turns)
+
+
+async def _checked_grammar(call: ApiCall, body: openai.ChatBody) -> str:
+    grammar = await asyncio.to_thread(body.grammar)
+    if grammar:
+        check_library()
+        checked = await call.context.grammars.render(GrammarCheck(grammar))
+        if checked.error:
+            field = "tools" if body.response_format is None else "response_format"
+            raise invalid_field(field, f"the schema cannot be enforced: {checked.error}")
+    return grammar
+
+
+async def _chat_tokens(
+    call: ApiCall, sent: Sequence[int] | None, chat: ChatPrompt, text: ModelText, turns: RolloutTurns | None
+) -> Sequence[int]:
+    if sent is None and turns is not None:
+        return await turns.chat_prompt(chat, text)
+    if sent is None:
+        return await render_prompt(chat, text, call.context.templates)
+    if turns is not None:
+        await asyncio.to_thread(turns.add_prompt, sent)
+    return sent
 
 
 async def completions(call: ApiCall, body: openai.CompletionBody) -> openai.TextCompletion | RawReply:
     """Continue texts, or tokens → one reply, or a stream of events"""
-    plan = await _plan_texts(call, body)
+    plan = await plan_texts(call, body)
     del body
-    return await _complete(call, plan)
+    return await complete(call, plan)
 
 
-async def _plan_texts(call: ApiCall, body: openai.CompletionBody) -> _Plan[openai.TextCompletion]:
+async def plan_texts(
+    call: ApiCall, body: openai.CompletionBody, turns: RolloutTurns | None = None
+) -> CompletionPlan[openai.TextCompletion]:
+    """`turns` record the samples."""
     body.check()
     sent = body.prompts()
     weights, room, text = await _prepare(call, body.model)
     prompts = await asyncio.to_thread(
         lambda: [text.encode(each, room) if isinstance(each, str) else each for each in sent]
     )
+    if body.generated == 0:
+        # What is sampled is not shown.
+        turns = None
+    if turns is not None:
+        for prompt in prompts:
+            await asyncio.to_thread(turns.add_prompt, prompt)
     top, wants_prompt = body.logprobs or 0, bool(body.echo) and body.logprobs is not None
     templates = [
         SampleOperation(
@@ -163,7 +199,7 @@ async def _plan_texts(call: ApiCall, body: openai.CompletionBody) -> _Plan[opena
         )
         for prompt in prompts
     ]
-    return _Plan(weights, room, templates, TextForm(call, body, text, templates))
+    return CompletionPlan(weights, room, templates, TextForm(call, body, text, templates), turns)
 
 
 async def _prepare(call: ApiCall, model: str) -> tuple[_Weights, int, ModelText]:
@@ -178,11 +214,11 @@ async def _prepare(call: ApiCall, model: str) -> tuple[_Weights, int, ModelText]
 def _pack(tokens: Sequence[int]) -> bytes:
     if not tokens:
         raise invalid_field("prompt", "has no tokens")
-    return np.asarray(tokens, dtype="<i4").tobytes()
+    return pack_tokens(tokens)
 
 
 @dataclass(frozen=True)
-class _Plan(Generic[Reply]):
+class CompletionPlan(Generic[Reply]):
     """The samples of a request, and how they are written."""
 
     weights: _Weights
@@ -190,26 +226,47 @@ class _Plan(Generic[Reply]):
     templates: Sequence[SampleOperation]
     """The operations without their sampler and their numbers there."""
     form: CompletionForm[Reply]
+    turns: RolloutTurns | None
+    """Records the samples, if they are of a rollout session."""
 
 
-async def _complete(call: ApiCall, plan: _Plan[Reply]) -> Reply | RawReply:
-    weights, templates, form = plan.weights, plan.templates, plan.form
-    _check_size(templates, plan.room)
+Record = Callable[[int, SampleResult], Awaitable[None]]
+"""Called with the samples of each prompt before the client gets them."""
+
+
+async def complete(call: ApiCall, plan: CompletionPlan[Reply]) -> Reply | RawReply:
+    weights, templates, form, turns = plan.weights, plan.templates, plan.form, plan.turns
+    size = _check_size(templates, plan.room)
+    if turns is not None:
+        await turns.check_room(form.samples, size)
+    sampler = ""
 
     def make(sampler_id: str, numbers: Iterator[int]) -> Sequence[SampleOperation]:
+        nonlocal sampler
+        sampler = sampler_id
         named = partial(msgspec.structs.replace, sampler_id=sampler_id)
         return [named(each, seq_id=next(numbers)) for each in templates]
 
     futures = await call.context.samplers.submit(call, weights.saved, weights.version, make)
     call.shrink_reservation(sum(len(each.prompt) for each in templates))
+    reply_id = form.reply_id(futures[0])
+    reply = TurnReply(reply_id, form.model, weights.version, sampler, form.temperature, form.read_reply)
+
+    async def record(index: int, result: SampleResult) -> None:
+        if turns is not None:
+            await turns.record(index, result, reply)
+
     if form.stream:
-        return _stream_reply(call, futures, form)
+        return _stream_reply(call, futures, form, record)
     results = await _results_or_abort(call, futures)
+    for index, result in enumerate(results):
+        await record(index, result)
     return await asyncio.to_thread(form.reply, futures[0], results)
 
 
-def _check_size(operations: Sequence[SampleOperation], room: int) -> None:
-    """Refuses, before anything is made durable, what no rank can take, and what would not fit into a reply."""
+def _check_size(operations: Sequence[SampleOperation], room: int) -> int:
+    """Returns the most bytes of the results. Refuses, before anything is made durable, what no rank can take, and what
+    would not fit into a reply."""
     size = 0
     for operation in operations:
         check_prompt_fits(operation, room)
@@ -221,6 +278,7 @@ def _check_size(operations: Sequence[SampleOperation], room: int) -> None:
             f"the reply could have {size // 8} tokens and log probabilities, and {MAX_RESULT_BYTES // 8} is the most",
             hint="set max_tokens, or ask for fewer prompts, samples or log probabilities",
         )
+    return size
 
 
 async def _await_outcome(
@@ -269,7 +327,7 @@ async def _await_results(call: ApiCall, futures: Sequence[str]) -> Sequence[Samp
     return await asyncio.gather(*(_await_result(call, future_id) for future_id in futures))
 
 
-def _stream_reply(call: ApiCall, futures: Sequence[str], form: CompletionForm[Any]) -> RawReply:
+def _stream_reply(call: ApiCall, futures: Sequence[str], form: CompletionForm[Any], record: Record) -> RawReply:
     unfinished = set(futures)
 
     async def abort_unfinished() -> None:
@@ -278,12 +336,12 @@ def _stream_reply(call: ApiCall, futures: Sequence[str], form: CompletionForm[An
             # In a task of its own: this one may be cancelled already.
             call.context.samplers.abort_later(call, [*unfinished])
 
-    content = _stream(call, futures, unfinished, form)
+    content = _stream(call, futures, unfinished, form, record)
     return RawReply(content, media_type=STREAM, headers={"X-Accel-Buffering": "no"}, close=abort_unfinished)
 
 
 async def _stream(
-    call: ApiCall, futures: Sequence[str], unfinished: set[str], form: CompletionForm[Any]
+    call: ApiCall, futures: Sequence[str], unfinished: set[str], form: CompletionForm[Any], record: Record
 ) -> AsyncIterator[bytes]:
     """Tokens when they are sampled, and the end of each sample, which takes it out of `unfinished`."""
     name = futures[0]
@@ -292,6 +350,7 @@ async def _stream(
             async for index, outcome in outcomes:
                 if isinstance(outcome, SampleResult):
                     unfinished.discard(futures[index])
+                    await record(index, outcome)
                 for event in await asyncio.to_thread(form.events, name, index, outcome) if outcome else WAITING:
                     yield event
         last = form.usage_chunk(name)

@@ -75,6 +75,8 @@ class ApiContext:
     ids: Ids
     text: TextLoader
     templates: TemplateRenderer
+    grammars: TemplateRenderer
+    """A process of its own: schemas are of clients, and are not to hold up chats without one."""
     reply_timeout_s: float = REPLY_TIMEOUT_S
     pace: BodyPace = field(default_factory=BodyPace)
     names: dict[str, str] = field(default_factory=dict)

@@ -27,6 +27,7 @@ from strata.train.api import (
     futures,
     keys,
     refused,
+    rollout_sessions,
     sampling,
     service,
     sessions,
@@ -69,7 +70,11 @@ DOCUMENT: Final = DocumentSpec(
     },
     security=_security,
     raw_body={tinker.MEDIA_TYPE: BINARY, native.MEDIA_TYPE: BINARY, "application/json": {}},
-    raw_reply={"completions.chat_completions": completions.STREAM, "completions.completions": completions.STREAM},
+    raw_reply={
+        f"{module}.{name}": completions.STREAM
+        for module in ("completions", "rollout_sessions")
+        for name in ("chat_completions", "completions")
+    },
     operation_id=_operation_id,
 )
 ROUTES: Final = with_document(
@@ -78,6 +83,7 @@ ROUTES: Final = with_document(
         *training.ROUTES,
         *sampling.ROUTES,
         *completions.ROUTES,
+        *rollout_sessions.ROUTES,
         *sessions.ROUTES,
         *service.ROUTES,
         *archive.ROUTES,

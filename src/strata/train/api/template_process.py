@@ -1,5 +1,5 @@
-"""Renders chat templates in a process with limits of memory (512 MiB), CPU time (5 s) and waiting (30 s); and what such
-a template sees.
+"""Renders chat templates, and checks grammars, in a process with limits of memory (512 MiB), CPU time (5 s) and waiting
+(30 s); and what such a template sees.
 
 A template is code of whoever published the model. jinja2's sandbox keeps it from the machine, and bounds neither its
 time nor its memory; the limits of a process do. The process that serves requests only waits, and without a thread.
@@ -13,10 +13,10 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -40,7 +40,11 @@ _FAILURES: Final = (ArithmeticError, AttributeError, LookupError, RecursionError
 """What code in a template raises when the data of a request does not have the form that it expects."""
 
 
-class ChatRendering(msgspec.Struct, frozen=True):
+Work = Literal["templates", "grammars"]
+"""What a process is for. Templates are of models, and grammars of clients."""
+
+
+class ChatRendering(msgspec.Struct, frozen=True, tag="chat"):
     """A chat, and the template that makes a text of it."""
 
     template: str
@@ -49,6 +53,13 @@ class ChatRendering(msgspec.Struct, frozen=True):
     variables: Mapping[str, Any]
     most_characters: int
     cpu_s: int = CPU_S
+
+
+class GrammarCheck(msgspec.Struct, frozen=True, tag="grammar"):
+    """A grammar that may be too complex. Nothing is rendered; the error is why it cannot be compiled."""
+
+    grammar: str
+    cpu_s: int = 1
 
 
 class RenderedChat(msgspec.Struct, frozen=True):
@@ -62,18 +73,19 @@ class RenderedChat(msgspec.Struct, frozen=True):
 class TemplateRenderer:
     """One process, started for the first chat and replaced when a template has ended it. It renders one at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: Work = "templates") -> None:
+        self._work = work
         self._child: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._running: set[asyncio.Task[RenderedChat]] = set()
 
-    async def render(self, chat: ChatRendering) -> RenderedChat:
-        """EXHAUSTED if other chats take all of its time."""
+    async def render(self, chat: ChatRendering | GrammarCheck) -> RenderedChat:
+        """EXHAUSTED if others take all of its time."""
         try:
             async with asyncio.timeout(WAIT_S):
                 await self._turn.acquire()
         except TimeoutError:
-            message = "the server renders other chats, and their template is slow"
+            message = f"the server is busy with the {self._work} of other chats"
             raise StrataError(Code.EXHAUSTED, message) from None
         # It goes on when the client disconnects: the process must not be left in the middle of a message.
         task = asyncio.create_task(self._render(chat))
@@ -85,10 +97,10 @@ class TemplateRenderer:
         self._running.discard(task)
         self._turn.release()
 
-    async def _render(self, chat: ChatRendering) -> RenderedChat:
+    async def _render(self, chat: ChatRendering | GrammarCheck) -> RenderedChat:
         try:
             async with asyncio.timeout(WAIT_S):
-                child = self._child = self._child or await _start()
+                child = self._child = self._child or await _start(self._work)
                 assert child.stdin is not None
                 assert child.stdout is not None
                 child.stdin.write(_frame(chat))
@@ -117,8 +129,9 @@ class TemplateRenderer:
 def render_once(chat: ChatRendering) -> RenderedChat:
     """The same by a process for this chat alone. Blocking."""
     try:
+        command, content = _command("templates"), _frame(chat)
         done = subprocess.run(
-            _command(), input=_frame(chat), capture_output=True, env=_environment(), timeout=WAIT_S, check=False
+            command, input=content, capture_output=True, env=_environment(), timeout=WAIT_S, check=False
         )
     except subprocess.TimeoutExpired:
         return RenderedChat(error=TOO_MUCH, over_limit=True)
@@ -148,31 +161,54 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
 
 
-async def _start() -> asyncio.subprocess.Process:
+async def _start(work: Work) -> asyncio.subprocess.Process:
     pipe = subprocess.PIPE
-    return await asyncio.create_subprocess_exec(*_command(), stdin=pipe, stdout=pipe, env=_environment())
+    return await asyncio.create_subprocess_exec(*_command(work), stdin=pipe, stdout=pipe, env=_environment())
 
 
-def _command() -> list[str]:
-    return [sys.executable, "-P", "-m", "strata.train.api.template_process"]
+def _command(work: Work) -> list[str]:
+    return [sys.executable, "-P", "-m", "strata.train.api.template_process", work]
 
 
 def _environment() -> dict[str, str]:
     return {name: value for name, value in process_environment().items() if name in _INHERITED}
 
 
-def _frame(message: ChatRendering | RenderedChat) -> bytes:
+def _frame(message: ChatRendering | GrammarCheck | RenderedChat) -> bytes:
     content = msgspec.msgpack.encode(message)
     return len(content).to_bytes(_HEAD_BYTES) + content
 
 
 _decode_reply: Final = msgspec.msgpack.Decoder(RenderedChat).decode
-_decode_request: Final = msgspec.msgpack.Decoder(ChatRendering).decode
+_decode_request: Final[Callable[[bytes], ChatRendering | GrammarCheck]] = msgspec.msgpack.Decoder(
+    ChatRendering | GrammarCheck
+).decode
 
 
-def run_renderer() -> None:
-    """Render chats from stdin to stdout until it ends."""
+def run_renderer(work: str) -> None:
+    """Render chats, or check grammars, from stdin to stdout until it ends."""
     end_with_parent(signal.SIGKILL)
+    reply: Any = _grammar_checker() if work == "grammars" else _chat_renderer()
+    _limit_process()
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    while head := source.read(_HEAD_BYTES):
+        request = _decode_request(source.read(int.from_bytes(head)))
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime) + request.cpu_s, hard))
+        sink.write(_frame(reply(request)))
+        sink.flush()
+
+
+def _grammar_checker() -> Callable[[GrammarCheck], RenderedChat]:
+    from strata.train.grammar import validate_grammar
+
+    # Loads the library before the limits are set.
+    validate_grammar('start: "a"')
+    return lambda request: RenderedChat(error=" ".join(validate_grammar(request.grammar).split())[:300])
+
+
+def _chat_renderer() -> Callable[[ChatRendering], RenderedChat]:
     import jinja2
     from transformers.utils import chat_template_utils
 
@@ -195,15 +231,7 @@ def run_renderer() -> None:
             return RenderedChat(error=f"they become a text of {len(text)} characters", over_limit=True)
         return RenderedChat(text=text)
 
-    _limit_process()
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    while head := source.read(_HEAD_BYTES):
-        chat = _decode_request(source.read(int.from_bytes(head)))
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime) + chat.cpu_s, hard))
-        sink.write(_frame(render(chat)))
-        sink.flush()
+    return render
 
 
 def _limit_process() -> None:
@@ -215,4 +243,4 @@ def _limit_process() -> None:
 
 
 if __name__ == "__main__":
-    run_renderer()
+    run_renderer(sys.argv[1])

@@ -26,13 +26,11 @@ from strata.train.core.sampling import (
     cut_at_stop,
     decode_context,
 )
+from strata.train.grammar import CALL_END, CALL_START
 from strata.train.wire.fields import invalid_field
 from strata.train.wire.openai import CalledFunction, ToolCall
 from strata.train.wire.sampling import top_pairs
 
-CALL_START: Final = "<tool_call>"
-CALL_END: Final = "</tool_call>"
-"""How the models that were trained on this form (Hermes, Qwen) write a call: a JSON object between these."""
 _TEMPLATE_NAMES: Final = frozenset(
     {
         "add_generation_prompt", "chat_template", "continue_final_message", "conversations", "documents", "messages",
@@ -54,10 +52,10 @@ class SampledText(NamedTuple):
 
     text: str
     """The text without the token or the string that stopped it."""
-    length: int
-    """How many tokens were sampled."""
+    token_ids: Sequence[int]
+    """All that were sampled."""
     tokens: Sequence[TokenText]
-    """All that were sampled; empty if their log probabilities are not wanted."""
+    """The same with their log probabilities; empty if those are not wanted."""
     finish_reason: Literal["stop", "length"]
 
 
@@ -158,7 +156,7 @@ class ModelText:
         text = self.continuation(prompt, shown) if prompt else self.decode(shown)
         text = cut_at_stop(text, stops)
         described = self.describe_sampled(sequence) if logprobs else ()
-        return SampledText(text, len(tokens), described, sequence.stop_reason)
+        return SampledText(text, tokens, described, sequence.stop_reason)
 
     def describe_sampled(self, sequence: SampledSequence | SampledPart) -> Sequence[TokenText]:
         tokens: list[int] = np.frombuffer(sequence.tokens, "<i4").tolist()

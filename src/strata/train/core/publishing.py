@@ -153,7 +153,8 @@ _REASONS: Final = {
     RanksReason.NO_FILES: "its sampler is of the base model, or of weights that are in no file",
     RanksReason.NOT_PUSHED: "no engine has its weights: they were not pushed, or newer ones replaced them",
     RanksReason.PROMPT: "no engine scores tokens that a request names, or draws others, at the places of a prompt",
-    RanksReason.PARAMETERS: f"engines draw at temperature 0 or from {LOWEST_TEMPERATURE} on, and with top_p in (0, 1]",
+    RanksReason.PARAMETERS: f"engines draw at temperature 0 or from {LOWEST_TEMPERATURE} on, with top_p in (0, 1], "
+    "and without min_p, penalties, biases and grammars",
     RanksReason.ENGINE_FAILED: "an engine failed to draw it",
 }
 
@@ -213,6 +214,8 @@ def _reaches_engines(state: TrainState, path: str) -> bool:
 
 def _engines_draw_at(params: SampleParams) -> bool:
     """What is no temperature and no share is for the ranks, which reject it with the reason."""
+    if params.shapes_logits or params.min_p:
+        return False
     is_drawn = params.is_greedy or params.temperature >= LOWEST_TEMPERATURE
     return is_drawn and 0 <= params.temperature < math.inf and 0 < params.top_p <= 1
 

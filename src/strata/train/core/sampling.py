@@ -31,7 +31,7 @@ CONTEXT: Final = 4
 """Tokens that are decoded before those in question: some tokenizers write the first token of a text differently."""
 
 
-class SampleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SampleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     max_tokens: int | None = None
     """None is as many as the model's context leaves room for."""
     seed: int | None = None
@@ -46,6 +46,29 @@ class SampleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_k: int = -1
     """-1 and 0 are no limit."""
     top_p: float = 1.0
+    min_p: float = 0.0
+    """Tokens that are less likely than this share of the likeliest one are cut off; before top-k and top-p."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that the sequence has sampled."""
+    frequency_penalty: float = 0.0
+    """Subtracted as often as the token was sampled."""
+    repetition_penalty: float = 1.0
+    """Divides the logit of a token of prompt and sequence, or multiplies it if it is negative."""
+    logit_bias: Mapping[int, float] = {}
+    """Added to the logits of these tokens."""
+    grammar: str = ""
+    """What may be sampled, in llguidance's form of Lark; empty: anything."""
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether a token's logit depends on more than the model, and the temperature."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1
+            or self.logit_bias
+            or self.grammar
+        )
 
     @property
     def is_greedy(self) -> bool:
@@ -53,8 +76,14 @@ class SampleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def modifies_distribution(self) -> bool:
-        """Says whether tokens are drawn from another distribution than the model's own."""
-        return not self.is_greedy and (self.temperature != 1.0 or self.top_k > 0 or self.top_p < 1.0)
+        """Says whether tokens are drawn from another distribution than that of their logits."""
+        is_cut = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0
+        return not self.is_greedy and (self.temperature != 1.0 or is_cut)
+
+    @property
+    def is_plain(self) -> bool:
+        """Says whether tokens are drawn from the model's own distribution, or the likeliest one is taken."""
+        return not self.modifies_distribution and not self.shapes_logits
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -174,8 +203,8 @@ class SampledRouting(msgspec.Struct, frozen=True, array_like=True):
 class SampledSequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The tokens that were sampled, with the token or the string that stopped the sequence.
 
-    A log-probability is that of the distribution the token was drawn from: after temperature, top-k and top-p. With
-    temperature 0, where nothing is drawn, it is the model's own.
+    A log-probability is that of the distribution the token was drawn from: after grammar, biases, penalties,
+    temperature, min-p, top-k and top-p. With temperature 0, where nothing is drawn, it is that before the temperature.
     """
 
     tokens: bytes

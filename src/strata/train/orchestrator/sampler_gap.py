@@ -74,8 +74,7 @@ class DrawnTokens(NamedTuple):
 
 def is_comparable(sample: SampleOperation) -> bool:
     """Says whether the sampler's log probabilities are those of the model itself."""
-    params = sample.params
-    return params.temperature == 0 or (params.temperature == 1 and params.top_k <= 0 and params.top_p == 1)
+    return sample.params.is_plain
 
 
 class SampleIndex:

@@ -7,12 +7,14 @@ the caller are read and ignored; a parameter that is not declared here is refuse
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from strata.train.core.sampling import SampleParams
+from strata.train.grammar import MAX_GRAMMAR_BYTES, json_grammar, tool_call_grammar
 from strata.train.wire.bodies import Int64
 from strata.train.wire.fields import Token, invalid_field
 
@@ -22,6 +24,7 @@ MAX_MESSAGES: Final = 2048
 MAX_TOOLS: Final = 128
 MAX_PROMPTS: Final = 256
 MAX_STOP_STRINGS: Final = 16
+MAX_BIASES: Final = 1024
 ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
 """Templates put the role into control tokens, so it is none of the caller's words."""
 DEFAULT_MAX_TOKENS: Final = 16
@@ -30,19 +33,14 @@ DEFAULT_MAX_TOKENS: Final = 16
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 TokenLimit = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 TopCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 TemplateValue = bool | int | Annotated[str, msgspec.Meta(max_length=256)] | None
 
-_PENALTY: Final = "the sampler applies no penalties, so it has to be 0"
 _NEUTRAL: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "best_of": ((1,), "every sample is returned, so it has to be left out"),
-    "frequency_penalty": ((0,), _PENALTY),
-    "logit_bias": (({},), "the sampler applies no biases"),
-    "parallel_tool_calls": ((True,), "the sampler cannot limit a reply to one call"),
-    "presence_penalty": ((0,), _PENALTY),
-    "response_format": (({"type": "text"},), "the sampler is not guided by a grammar, so only text is possible"),
     "store": ((False,), "completions are not stored for later retrieval"),
     "suffix": (("",), "text is continued at its end only"),
-    "tool_choice": (("auto", "none"), 'a call of a tool cannot be enforced; "auto" and "none" are possible'),
 }
 """Parameters that have to have one of these values, and why."""
 
@@ -51,6 +49,41 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     include_usage: bool = False
     include_obfuscation: bool = False
     """Ignored: nothing is added to the chunks."""
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    schema: dict[str, Any] = {}
+    name: Any = None
+    description: Any = None
+    strict: Any = None
+    """These three are ignored: every schema is enforced."""
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @property
+    def schema(self) -> Mapping[str, Any] | None:
+        """None for a text."""
+        match self.type:
+            case "text":
+                return None
+            case "json_object":
+                return {"type": "object"}
+            case "json_schema":
+                if self.json_schema is None:
+                    raise invalid_field("response_format.json_schema", "is missing")
+                return self.json_schema.schema
+
+
+class NamedFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class GenerationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,9 +100,13 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     temperature: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[dict[str, Bias], msgspec.Meta(max_length=MAX_BIASES)] | None = None
+    return_token_ids: bool | None = None
+    """The reply has the tokens of the prompt, and those that were sampled."""
     user: Any = None
     """Ignored: the tenant is that of the key."""
 
@@ -94,7 +131,14 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.stream_options is not None and not self.stream:
             raise invalid_field("stream_options", "is for streams only")
 
-    def params(self, max_tokens: int | None, stop_tokens: Sequence[int] = ()) -> SampleParams:
+    @property
+    def biases(self) -> Mapping[int, float]:
+        biases = self.logit_bias or {}
+        if not all(re.fullmatch(r"[0-9]{1,9}", token) for token in biases):
+            raise invalid_field("logit_bias", "has keys that are no tokens")
+        return {int(token): bias for token, bias in biases.items() if bias}
+
+    def params(self, max_tokens: int | None, stop_tokens: Sequence[int] = (), grammar: str = "") -> SampleParams:
         return SampleParams(
             max_tokens=max_tokens,
             seed=self.seed,
@@ -103,6 +147,12 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=-1 if self.top_k is None else self.top_k,
             top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logit_bias=self.biases,
+            grammar=grammar,
         )
 
 
@@ -112,17 +162,21 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: TopCount | None = None
     tools: Annotated[Sequence[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Any = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    response_format: Any = None
+    response_format: ResponseFormat | None = None
     store: bool | None = None
     chat_template_kwargs: Annotated[dict[str, TemplateValue], msgspec.Meta(max_length=16)] | None = None
     """Variables of the model's own template, such as `enable_thinking`; no template is taken from a request."""
+    prompt_token_ids: Annotated[Sequence[Token], msgspec.Meta(min_length=1)] | None = None
+    """The prompt itself, in place of what the template makes of the messages."""
     metadata: Any = None
     prompt_cache_key: Any = None
+    reasoning_effort: Any = None
     safety_identifier: Any = None
     service_tier: Any = None
-    """These four are ignored."""
+    verbosity: Any = None
+    """These six are ignored."""
 
     @property
     def token_limit(self) -> int | None:
@@ -143,13 +197,51 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
             raise invalid_field("max_tokens", "has to be at least 1")
         if self.top_logprobs and not self.logprobs:
             raise invalid_field("top_logprobs", "needs logprobs")
+        if self.parallel_tool_calls is False and self.offered_tools and not self._forces_tools:
+            raise invalid_field("parallel_tool_calls", "the sampler limits a reply to one call only if it has to call")
+
+    @property
+    def _forces_tools(self) -> bool:
+        return self.tool_choice not in (None, "none", "auto")
+
+    def grammar(self) -> str:
+        """What the reply has to be; empty if it may be any text."""
+        schema = None if self.response_format is None else self.response_format.schema
+        if schema is not None and self.offered_tools:
+            raise invalid_field("response_format", "cannot be enforced on a reply that may call a tool")
+        if schema is not None:
+            grammar = json_grammar(schema)
+        elif self._forces_tools:
+            grammar = tool_call_grammar(self._forced_tools(), several=self.parallel_tool_calls is not False)
+        else:
+            return ""
+        if len(grammar) > MAX_GRAMMAR_BYTES:
+            field = "tools" if schema is None else "response_format"
+            raise invalid_field(field, f"has more than {MAX_GRAMMAR_BYTES >> 10} KiB")
+        return grammar
+
+    def _forced_tools(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """Name and schema of the arguments of each tool that the reply may call."""
+        wanted = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        forced = []
+        for place, tool in enumerate(self.tools or ()):
+            function = tool.get("function")
+            name = function.get("name") if isinstance(function, dict) else None
+            schema = (function.get("parameters") or {}) if isinstance(function, dict) else None
+            if not isinstance(name, str) or not isinstance(schema, dict):
+                raise invalid_field(f"tools[{place}]", "needs a function with a name, and parameters by a schema")
+            if wanted in (None, name):
+                forced.append((name, schema))
+        if not forced:
+            raise invalid_field("tool_choice", "names no tool of the request")
+        return forced
 
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages as templates expect them: one text each, and arguments of calls as objects."""
-        return [_template_message(f"messages[{index}]", message) for index, message in enumerate(self.messages)]
+        return [template_message(f"messages[{index}]", message) for index, message in enumerate(self.messages)]
 
 
-def _template_message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
+def template_message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     if message.get("role") not in ROLES:
         raise invalid_field(f"{where}.role", f"is to be one of {', '.join(sorted(ROLES))}")
     rewritten = dict(message)
@@ -288,11 +380,16 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
+TokenIds = Sequence[int] | msgspec.UnsetType
+"""Left out unless the client wants them."""
+
+
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    token_ids: TokenIds = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -301,6 +398,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: Sequence[ChatChoice]
     usage: TokenUsage
+    prompt_token_ids: TokenIds = msgspec.UNSET
     object: Literal["chat.completion"] = "chat.completion"
 
 
@@ -315,6 +413,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
+    token_ids: TokenIds = msgspec.UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -323,6 +422,8 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: Sequence[ChatChunkChoice]
     usage: TokenUsage | None = None
+    prompt_token_ids: TokenIds = msgspec.UNSET
+    """In the first chunk of the first choice."""
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
@@ -341,6 +442,9 @@ class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     logprobs: TextLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: TokenIds = msgspec.UNSET
+    prompt_token_ids: TokenIds = msgspec.UNSET
+    """In a stream, in the first chunk of each choice."""
 
 
 class TextCompletion(msgspec.Struct, frozen=True, kw_only=True):

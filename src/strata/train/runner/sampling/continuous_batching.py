@@ -51,8 +51,7 @@ class DecodeRows:
             running, key=lambda sequence: (adapters[id(sequence.group.adapter)], pools[sequence.pool], sequence.slot)
         )
         self.spans = spans_of((sequence.group, 1) for sequence in self.sequences)
-        params = [sequence.group.sample.params for sequence in self.sequences]
-        self.processor = LogitsProcessor(params, vocabulary, device)
+        self.processor = _processor_of(self.sequences, vocabulary, device)
         self.tokens = torch.tensor([sequence.tokens[-1] for sequence in self.sequences], device=device)
         self.positions = torch.tensor([sequence.length for sequence in self.sequences], device=device)
         self.plan = DecodePlan([self._pool_rows(pool, device) for pool in pools])
@@ -258,8 +257,7 @@ class RunningBatch:
         logits = self._model.logits(hidden, spans_of((group, 1) for group, _ in admitted))
         counts = torch.tensor([len(sequences) for _, sequences in admitted], device=device)
         sequences = [sequence for _, of_group in admitted for sequence in of_group]
-        params = [sequence.group.sample.params for sequence in sequences]
-        processor = LogitsProcessor(params, self._model.vocabulary, device)
+        processor = _processor_of(sequences, self._model.vocabulary, device)
         uniform = _draw_uniform(sequences, processor, device)
         sampled = sample_tokens(logits.repeat_interleave(counts, 0), processor, uniform)
         self._accept(sequences, sampled, outcomes)
@@ -285,13 +283,16 @@ class RunningBatch:
         self._record_top(sequences, sampled)
         outcomes.sampled_tokens += len(sequences)
         finished: list[RunningSequence] = []
-        not_finite: set[str] = set()
+        failures: dict[str, str] = {}
         for sequence, token, logprob in zip(sequences, sampled.tokens.tolist(), sampled.logprobs.tolist(), strict=True):
             if not math.isfinite(logprob):
-                not_finite.add(sequence.group.request_id)
+                failures[sequence.group.request_id] = "the model's logits are not finite numbers"
                 continue
             reason = sequence.accept(token, logprob)
-            if reason is not None:
+            failure = "" if reason is not None or sequence.shape is None else sequence.shape.failure
+            if failure:
+                failures[sequence.group.request_id] = failure
+            elif reason is not None:
                 finished.append(sequence)
                 if (part := sequence.take_drawn(reason)) is not None:
                     outcomes.drawn.append((sequence.group.request_id, part))
@@ -300,10 +301,9 @@ class RunningBatch:
                 outcomes.streamed.append((sequence.group.request_id, sequence.last_part()))
         for sequence in finished:
             self._remove(sequence)
-        if not_finite:
-            message = "the model's logits are not finite numbers"
-            outcomes.failed += [(request_id, message) for request_id in not_finite]
-            self.drop(not_finite)
+        if failures:
+            outcomes.failed += failures.items()
+            self.drop(set(failures))
 
     @staticmethod
     def _record_top(sequences: Sequence[RunningSequence], sampled: SampledTokens) -> None:
@@ -344,6 +344,11 @@ def spans_of(lengths: Iterable[tuple[SequenceGroup, int]]) -> list[Span]:
         entries = list(neighbours)
         spans.append(Span(entries[0][0].adapter, sum(length for _, length in entries)))
     return spans
+
+
+def _processor_of(sequences: Sequence[RunningSequence], vocabulary: int, device: torch.device) -> LogitsProcessor:
+    params = [sequence.group.sample.params for sequence in sequences]
+    return LogitsProcessor(params, vocabulary, device, [sequence.shape for sequence in sequences])
 
 
 def _draw_uniform(

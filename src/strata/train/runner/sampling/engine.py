@@ -154,10 +154,11 @@ class SamplingEngine:
         key = self._samplers.key(weights)
         if key not in self._batches:
             self._batches[key] = RunningBatch(key, self._cache, self._model, self.limits.prompt_tokens)
+        prompt = tokens_from(sample.prompt).to(self._ranks.device)
         group = SequenceGroup(
             request_id=added.request_id,
             sample=sample,
-            prompt=tokens_from(sample.prompt).to(self._ranks.device),
+            prompt=prompt,
             adapter=self._samplers.adapter(weights),
             limit=self._validator.limit(sample),
             slot_length=self._validator.slot_length(sample),
@@ -169,6 +170,7 @@ class SamplingEngine:
             version=self._samplers.version(weights),
             drawn=added.drawn,
             routers=self._model.routers if added.routing else None,
+            new_shape=self._validator.shape_maker(params, prompt),
         )
         self._batches[key].add(group, added.indices)
 

@@ -5,16 +5,19 @@ stop tokens, and the length that is reserved.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
+import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.sampling import MAX_TOP_K, SampleOperation, check_result_size
+from strata.train.core.sampling import MAX_TOP_K, SampleOperation, SampleParams, check_result_size
+from strata.train.grammar import GrammarCompiler
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.sampling.kv_cache import slot_length
+from strata.train.runner.sampling.logits_shape import LogitsShape, Matcher
 from strata.train.runner.sampling.sequences import Decode, tokens_from
 
 MAX_SAMPLES: Final = 1024
@@ -45,6 +48,7 @@ class RequestValidator:
         self._cached = limits.cached_tokens
         self._path = base.settings.model
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._grammars: GrammarCompiler | None = None
 
     def check(self, sample: SampleOperation, routing_bytes: int = 0) -> None:
         """The routing of a token takes so many bytes."""
@@ -68,6 +72,7 @@ class RequestValidator:
             targets = tokens_from(sample.targets.tokens)
             in_vocabulary = bool(((targets >= -1) & (targets < self._vocabulary)).all())
             _require(in_vocabulary, f"target_prompt_logprobs has tokens outside the vocabulary of {self._vocabulary}")
+        self._check_shape(params)
         _require("" not in params.stop_strings, "a stop string is empty")
         if params.stop_strings:
             self.decoder()
@@ -86,9 +91,35 @@ class RequestValidator:
         """The tokens that each sequence reserves in the KV cache. The last token that is sampled need not be cached."""
         return slot_length(sample.length + self.limit(sample) - 1, min(self._max_context, self._cached))
 
+    def _check_shape(self, params: SampleParams) -> None:
+        penalties = (params.presence_penalty, params.frequency_penalty, *params.logit_bias.values())
+        _require(all(map(math.isfinite, penalties)), "penalties and biases must be finite numbers")
+        factor = params.repetition_penalty
+        _require(math.isfinite(factor) and factor > 0, "repetition_penalty must be above 0")
+        _require(0 <= params.min_p <= 1, "min_p must be 0 to 1")
+        in_vocabulary = all(0 <= token < self._vocabulary for token in params.logit_bias)
+        _require(in_vocabulary, f"logit_bias has tokens outside the vocabulary of {self._vocabulary}")
+        if params.grammar:
+            self._matcher(params.grammar)
+
+    def shape_maker(self, params: SampleParams, prompt: torch.Tensor) -> Callable[[], LogitsShape] | None:
+        """Makes what shapes the logits of each sequence; None if nothing does."""
+        if not params.shapes_logits:
+            return None
+
+        def make() -> LogitsShape:
+            matcher = self._matcher(params.grammar) if params.grammar else None
+            return LogitsShape(params, prompt, self._vocabulary, matcher)
+
+        return make
+
+    def _matcher(self, grammar: str) -> Matcher:
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self._load_tokenizer(), self.end_tokens, self._vocabulary)
+        return self._grammars.matcher(grammar)
+
     def decoder(self) -> Decode:
-        tokenizer = self._tokenizer or self._load_tokenizer()
-        self._tokenizer = tokenizer
+        tokenizer = self._load_tokenizer()
 
         def decode(tokens: Sequence[int]) -> str:
             text = tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -98,11 +129,15 @@ class RequestValidator:
         return decode
 
     def _load_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self._tokenizer is not None:
+            return self._tokenizer
         try:
             tokenizer = AutoTokenizer.from_pretrained(self._path, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError) as error:
-            raise StrataError(Code.UNSUPPORTED, f"stop strings need the model's tokenizer: {error}") from error
+            reason = f"stop strings and grammars need the model's tokenizer: {error}"
+            raise StrataError(Code.UNSUPPORTED, reason) from error
         assert isinstance(tokenizer, PreTrainedTokenizerBase)
+        self._tokenizer = tokenizer
         return tokenizer
 
 

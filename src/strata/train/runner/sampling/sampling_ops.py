@@ -1,4 +1,4 @@
-"""Samples tokens from logits: temperature, top-k, top-p, seeded draws, and their log probabilities.
+"""Samples tokens from logits: temperature, min-p, top-k, top-p, seeded draws, and their log probabilities.
 
 Everything works on a whole batch at once, each row with its own parameters. A row's draw needs one number between 0
 and 1, which comes from the sequence's own seeded random number generator: it is the same whatever else is in the batch,
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from strata.train.core.sampling import SampleParams
+from strata.train.runner.sampling.logits_shape import LogitsShape
 
 DRAWN_AT_ONCE: Final = 128
 TOP_P_HEAD: Final = 256
@@ -39,15 +40,24 @@ class SeededRng:
 
 
 class LogitsProcessor:
-    """Temperature, top-k and top-p of each row of a batch."""
+    """Temperature, min-p, top-k and top-p of each row of a batch, and the shape of its logits, for rows with one."""
 
-    def __init__(self, params: Sequence[SampleParams], vocabulary: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        params: Sequence[SampleParams],
+        vocabulary: int,
+        device: torch.device,
+        shapes: Sequence[LogitsShape | None] = (),
+    ) -> None:
         self.greedy = [row.is_greedy for row in params]
         self.draws = not all(self.greedy)
         temperatures = [_temperature(row) for row in params]
         warm = any(temperature != 1.0 for temperature in temperatures)
         self.temperature = torch.tensor(temperatures, device=device)[:, None] if warm else None
         self.is_greedy = torch.tensor(self.greedy, device=device)
+        self.shapes = [(number, shape) for number, shape in enumerate(shapes) if shape is not None]
+        shares = [0.0 if row.is_greedy else row.min_p for row in params]
+        self.min_p = torch.tensor(shares, device=device)[:, None] if any(shares) else None
         truncated = [number for number, row in enumerate(params) if _is_truncated(row, vocabulary)]
         top_k = [_top_k(params[number], vocabulary) for number in truncated]
         top_p = [params[number].top_p for number in truncated]
@@ -74,19 +84,24 @@ class SampledTokens:
     tokens: torch.Tensor
     logprobs: torch.Tensor
     distribution: torch.Tensor
-    """The log probability of every token of each row after processing; -inf where top-k or top-p cut a token off."""
+    """The log probability of every token of each row after processing; -inf where a token was cut off."""
 
 
 def sample_tokens(logits: torch.Tensor, processor: LogitsProcessor, uniform: torch.Tensor | None) -> SampledTokens:
     """Sample one token for each row of logits. `uniform` has a number in [0, 1) for each row, if any row draws."""
     logits = logits.float()
+    if processor.shapes:
+        rows = dict(processor.shapes)
+        logits = torch.stack([rows[number].apply(row) if number in rows else row for number, row in enumerate(logits)])
     if processor.temperature is not None:
         # Subtract the largest, so that nothing overflows at low temperatures.
         logits = (logits - logits.amax(-1, keepdim=True)) / processor.temperature
+    if processor.min_p is not None:
+        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + processor.min_p.log(), -torch.inf)
     if processor.truncated is not None:
-        rows = logits[processor.truncated]
-        rows = rows.masked_fill(rows < _threshold(rows, processor.top_k, processor.top_p), -torch.inf)
-        logits = logits.index_copy(0, processor.truncated, rows)
+        limited = logits[processor.truncated]
+        limited = limited.masked_fill(limited < _threshold(limited, processor.top_k, processor.top_p), -torch.inf)
+        logits = logits.index_copy(0, processor.truncated, limited)
     distribution = torch.log_softmax(logits, dim=-1)
     if not processor.draws or uniform is None:
         tokens = logits.argmax(-1)

@@ -26,6 +26,7 @@ from strata.train.core.sampling import (
 from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.router_replay import RouterReplay
 from strata.train.runner.sampling.kv_cache import KVPool
+from strata.train.runner.sampling.logits_shape import LogitsShape
 from strata.train.runner.sampling.sampling_ops import SeededRng
 
 Decode = Callable[[Sequence[int]], str]
@@ -100,6 +101,8 @@ class SequenceGroup:
     """What earlier ranks drew, by the place of the sequence."""
     routers: RouterReplay | None = None
     """What its routing is recorded with; None if it is not."""
+    new_shape: Callable[[], LogitsShape] | None = None
+    """Makes what shapes the logits of one sequence; None if nothing does."""
 
     @property
     def prefix_owner(self) -> str:
@@ -131,6 +134,7 @@ class RunningSequence:
     """Keys and values of all its tokens but the newest are to be computed before the next step."""
     recomputed: bool = False
     """That was done since its newest token."""
+    shape: LogitsShape | None = None
 
     def __post_init__(self) -> None:
         sample = self.group.sample
@@ -143,6 +147,10 @@ class RunningSequence:
         if params.stop_strings and self.group.decode is not None:
             prompt = self.group.prompt[-2 * CONTEXT :].tolist()
             self.strings = StopStrings(self.group.decode, params.stop_strings, prompt)
+        if self.group.new_shape is not None:
+            self.shape = self.group.new_shape()
+            for token in self.tokens:
+                self.shape.accept(token)
 
     def _resume(self, drawn: DrawnSequence) -> None:
         """Go on after what earlier ranks drew, at the same place of the seeded numbers."""
@@ -163,6 +171,8 @@ class RunningSequence:
         if self.group.version is not None:
             self.versions = add_span(self.versions, VersionSpan(self.group.version, 1, self.recomputed))
             self.recomputed = False
+        if self.shape is not None:
+            self.shape.accept(token)
         if token in self.group.stops or (self.strings is not None and self.strings.match(self.tokens)):
             return "stop"
         return "length" if len(self.tokens) >= self.group.limit else None
