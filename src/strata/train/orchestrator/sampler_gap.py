@@ -39,6 +39,7 @@ _NUMPY: Final = {DType.F32: "<f4", DType.I64: "<i8", DType.I32: "<i4"}
 _log = log.get(__name__)
 
 Floats = npt.NDArray[np.float32]
+Versions = npt.NDArray[np.int32]
 
 
 class WeightsVersion(NamedTuple):
@@ -51,6 +52,14 @@ class WeightsVersion(NamedTuple):
 class RecordedSample(NamedTuple):
     version: WeightsVersion
     logprobs: Floats
+
+
+class DrawnTokens(NamedTuple):
+    """What is known of how a sequence was drawn. Position i is about token i + 1."""
+
+    logprobs: Floats
+    versions: Versions
+    """-1 where it is not known."""
 
 
 def is_comparable(sample: SampleOperation) -> bool:
@@ -111,13 +120,20 @@ class TrainedSequence:
     reward: float | None = None
 
     @property
+    def sampled(self) -> npt.NDArray[np.bool_]:
+        """Says of each target whether a client weighs it, or gives it an advantage or a log probability."""
+        learned: npt.NDArray[np.bool_] = self.weights != 0
+        return (self.advantages != 0) | (self.given != 0) if learned.all() else learned
+
+    @property
     def prompt(self) -> int:
-        """Tokens before the first that a client weighs, or gives an advantage or a log probability."""
-        learned = self.weights != 0
-        if learned.all():
-            learned = (self.advantages != 0) | (self.given != 0)
-        places = np.flatnonzero(learned)
+        """Tokens before the first that was sampled."""
+        places = np.flatnonzero(self.sampled)
         return int(places[0]) + 1 if len(places) else len(self.tokens)
+
+    @property
+    def prompt_id(self) -> str:
+        return _digest(self.tokens[: self.prompt].tobytes()).hex()
 
     def learned_runs(self) -> Iterator[tuple[int, int]]:
         """Yields where tokens with an advantage begin and end: an answer, or one of several."""
@@ -157,7 +173,8 @@ def _reward(datum: Datum) -> float | None:
     values = _array(datum, "reward")
     if values is None or not len(values):
         return None
-    total = float(values.sum())
+    # As the client wrote it: the nearest double of a 32-bit 0.1 is above 0.1.
+    total = float(str(values.sum()))
     return total if math.isfinite(total) else None
 
 
@@ -203,18 +220,18 @@ class GapMeasure:
             "same_weights_tokens:sum": float(self.tokens),
         }
 
-    def add(self, sequence: TrainedSequence, index: SampleIndex, model_id: str, changed: int) -> Floats:
+    def add(self, sequence: TrainedSequence, index: SampleIndex, model_id: str, changed: int) -> DrawnTokens:
         """Compare a sequence. Returns the sampler's log probabilities: as recorded here, else as the client sent them.
 
         `changed` is the last operation of the model before this pass that changed its weights.
         """
-        drawn = sequence.given.copy()
+        drawn = DrawnTokens(sequence.given.copy(), np.full(len(sequence.given), -1, np.int32))
         for first, last in sequence.learned_runs():
             sample = sequence.find_sample(index, first, last)
             if sample is None or sample.version.model_id != model_id:
                 self.unknown += last - first
                 continue
-            drawn[first:last] = sample.logprobs
+            drawn.logprobs[first:last], drawn.versions[first:last] = sample.logprobs, sample.version.seq_id
             if sample.version.seq_id < changed:
                 self.stale += last - first
                 continue
