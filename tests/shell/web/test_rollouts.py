@@ -193,7 +193,8 @@ def check_transcripts(api: httpx.Client, browser: httpx.Client, model: str) -> N
 
 def check_neighbours(browser: httpx.Client, path: str) -> None:
     """From the first of a list to its last, and back to the list."""
-    opened = re.findall(r'href="(/rollouts/[^"]+)"', browser.get(path).text)[0]
+    page = browser.get(path).text
+    opened = re.findall(r'href="(/rollouts/[^"]+)"', page)[0]
     for place in (1, 2, 3):
         page = browser.get(html.unescape(opened)).text
         assert f"{place} of 3" in page

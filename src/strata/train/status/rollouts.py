@@ -20,7 +20,7 @@ KEEP: Final = "keep_rollouts"
 """A key in the metadata of a model: `true` keeps its rollouts."""
 MAX_PER_PASS: Final = 32
 """Rollouts of one pass: of a larger batch, whole groups that are evenly spread."""
-EXCERPT_TOKENS: Final = 48
+EXCERPT_TOKENS: Final = 96
 """Tokens of prompt and answer that a list has the text of."""
 _TOKEN_BYTES: Final = 4
 _OVERHEAD: Final = 1024

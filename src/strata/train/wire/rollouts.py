@@ -12,6 +12,7 @@ import msgspec
 
 from strata.train.core.sampling import REPLACEMENT
 from strata.train.status.rollouts import (
+    EXCERPT_TOKENS,
     KeptRollout,
     PromptGroup,
     RolloutExcerpt,
@@ -21,7 +22,7 @@ from strata.train.status.rollouts import (
     RolloutView,
 )
 
-EXCERPT_CHARACTERS: Final = 200
+EXCERPT_CHARACTERS: Final = 300
 
 
 class TokenDecoder(Protocol):
@@ -112,7 +113,9 @@ def _listed(excerpt: RolloutExcerpt, text: TokenDecoder | None) -> ListedRollout
     prompt, answer = None, None
     if text is not None:
         prompt, answer = (_one_line(text.decode(_unpack("i", each))) for each in (excerpt.prompt, excerpt.answer))
-        prompt, answer = prompt[-EXCERPT_CHARACTERS:], answer[:EXCERPT_CHARACTERS]
+        answer = answer[:EXCERPT_CHARACTERS]
+        if len(prompt) > EXCERPT_CHARACTERS or excerpt.summary.prompt_tokens > EXCERPT_TOKENS:
+            prompt = f"…{prompt[-EXCERPT_CHARACTERS:]}"
     return ListedRollout(**msgspec.structs.asdict(excerpt.summary), prompt_text=prompt, answer_text=answer)
 
 
