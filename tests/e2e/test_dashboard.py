@@ -511,6 +511,32 @@ def test_trials_are_filtered_with_the_keyboard_and_the_table_follows(watched: Wa
     context.close()
 
 
+def test_rollouts_are_filtered_and_leafed_through_with_the_keyboard(watched: Watched) -> None:
+    context = watched.context(cookies=watched.tenant)
+    opened = watched.open(context)
+    page = opened.page
+    page.goto(watched.path("/training/{tiny-server}/rollouts?sort=highest"))
+    answers = page.locator("tbody tr:not(.group)")
+    expect(answers).to_have_count(3)
+    expect(page.locator("tr.group")).to_contain_text("reward 1 ± 0.816")
+    least = page.get_by_label("Reward from")
+    least.fill("1")
+    least.press("Enter")
+    expect(answers).to_have_count(2)
+    answers.first.get_by_role("link").first.click()
+    position = page.get_by_role("navigation", name="Rollouts of the list")
+    expect(position).to_contain_text("1 of 2")
+    page.keyboard.press("j")
+    expect(position).to_contain_text("2 of 2")
+    page.keyboard.press("k")
+    expect(position).to_contain_text("1 of 2")
+    page.get_by_role("searchbox").press("j")
+    page.get_by_role("link", name="Rollouts", exact=True).click()
+    expect(answers).to_have_count(2)
+    assert opened.problems == []
+    context.close()
+
+
 def test_an_event_is_visible_within_a_second_and_a_dialog_asks_before_an_action(watched: Watched) -> None:
     context = watched.context()
     delays_s = [archive_and_look(watched, context, name) for name in ("quick-2", "quick")]

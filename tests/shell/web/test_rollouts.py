@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import re
+import statistics
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from urllib.parse import unquote
 
 import httpx
 import pytest
 
 from strata.sdk.train import Datum, TrainingServer
+from strata.train.api.text import CALL_START
 from strata.train.runner.model.tiny import train_tokenizer
 from strata.web.pages.rollouts import gap_level, logprob_level
 from tests.shell.fleet_http.running import Running
@@ -54,20 +58,55 @@ def learn(processes: Processes, *, keep: bool) -> str:
         return model.model_id
 
 
-def kept(http: httpx.Client) -> list[dict[str, object]]:
-    """When there is one: nothing waits for the recorder."""
+QUESTION = "What is <b>1 + 1</b>?"
+TRANSCRIPTS = (
+    (1.0, (f'{CALL_START}{{"name": "add"}}', "the tool says 2", "It is 2.")),
+    (0.0, ("<script>document.title = 'owned'</script>",)),
+    (0.5, ("3",)),
+)
+"""Reward, and the answers to the question with what was given between them."""
+
+
+def learn_transcripts(processes: Processes) -> str:
+    tokenizer = train_tokenizer(400)
+    data = []
+    for reward, turns in TRANSCRIPTS:
+        tokens, sampled = list(tokenizer(QUESTION)["input_ids"]), [0.0] * len(tokenizer(QUESTION)["input_ids"])
+        for number, text in enumerate(turns):
+            added = tokenizer(text)["input_ids"]
+            tokens += added
+            sampled += [float(number % 2 == 0)] * len(added)
+        learned = sampled[1:]
+        data.append(
+            Datum(
+                tokens[:-1],
+                tokens[1:],
+                weights=learned,
+                advantages=[(reward - 0.5) * each for each in learned],
+                logprobs=[-1.0 * each for each in learned],
+                more={"reward": [reward]},
+            )
+        )
+    with TrainingServer(processes.url, processes.key) as server:
+        model = server.create_model("tiny", rank=4, user_metadata={"keep_rollouts": "true"})
+        model.forward_backward(data, "importance_sampling").result()
+        return model.model_id
+
+
+def kept(http: httpx.Client, count: int = 1, **query: str) -> list[dict[str, object]]:
+    """When they are there: nothing waits for the recorder."""
     deadline_s = time.monotonic() + 20
     while time.monotonic() < deadline_s:
-        found: list[dict[str, object]] = http.get("/api/v1/rollouts").json()["rollouts"]
-        if found:
+        found: list[dict[str, object]] = http.get("/api/v1/rollouts", params=query).json()["rollouts"]
+        if len(found) >= count:
             return found
         time.sleep(0.05)
-    raise AssertionError("no rollout was kept")
+    raise AssertionError(f"no {count} rollouts were kept")
 
 
-def csrf(html: str) -> str:
-    found = re.search(r'name="csrf" value="([0-9a-f]{64})"', html)
-    assert found is not None, html[:500]
+def csrf(page: str) -> str:
+    found = re.search(r'name="csrf" value="([0-9a-f]{64})"', page)
+    assert found is not None, page[:500]
     return found[1]
 
 
@@ -92,8 +131,11 @@ def test_kept_rollouts_are_shown_token_by_token_to_their_owner_alone(folder: Pat
         assert all(isinstance(each["text"], str) for each in tokens)
 
         bob = {"X-API-Key": made.json()["secret"]}
-        assert httpx.get(f"{processes.url}/api/v1/rollouts", headers=bob).json() == {"rollouts": [], "total": 0}
-        for path in (f"rollouts/{summary['rollout_id']}", f"rollouts?model={model}"):
+        nothing = {"rollouts": [], "total": 0, "kept": 0, "groups": []}
+        for path in ("rollouts", f"rollouts?prompt={summary['prompt_id']}"):
+            assert httpx.get(f"{processes.url}/api/v1/{path}", headers=bob).json() == nothing, path
+        one = f"rollouts/{summary['rollout_id']}"
+        for path in (one, f"{one}?prompt={summary['prompt_id']}", f"rollouts?model={model}"):
             assert httpx.get(f"{processes.url}/api/v1/{path}", headers=bob).status_code == 404, path
 
         browser = stack.enter_context(httpx.Client(base_url=processes.url, headers=HTML, timeout=60))
@@ -107,6 +149,7 @@ def test_kept_rollouts_are_shown_token_by_token_to_their_owner_alone(folder: Pat
             assert shown.text.count('class="tok level-') == 7 + 5, "each token, and the legend"
         assert browser.get(f"{path}?by=nothing").status_code == 400
 
+        check_transcripts(api, browser, learn_transcripts(processes))
         checkpoint = check_playground(browser, processes)
         other = stack.enter_context(httpx.Client(base_url=processes.url, headers=HTML, timeout=60))
         assert other.post("/login", data={"key": bob["X-API-Key"]}, headers=SAME_ORIGIN).status_code == 303
@@ -114,6 +157,54 @@ def test_kept_rollouts_are_shown_token_by_token_to_their_owner_alone(folder: Pat
         fields = {"csrf": csrf(page), "model": checkpoint, "prompt": "a", "temperature": "1", "max_tokens": "5"}
         answered = other.post("/playground", data=fields, headers=SAME_ORIGIN).text
         assert (checkpoint in page, "no checkpoint" in answered) == (False, True), "it is alone its owner's"
+
+
+def check_transcripts(api: httpx.Client, browser: httpx.Client, model: str) -> None:
+    listed = kept(api, 3, model=model)
+    assert [each["reward"] for each in listed] == [0.5, 0.0, 1.0], "the newest first"
+    assert {each["prompt_text"] for each in listed} == {QUESTION}
+    assert [each["answer_text"] for each in listed] == ["".join(turns) for _, turns in reversed(TRANSCRIPTS)]
+    found = api.get("/api/v1/rollouts", params={"model": model, "reward_min": "0.6"}).json()
+    (group,), (best,) = found["groups"], found["rollouts"]
+    assert (group["reward_mean"], group["reward_spread"]) == (0.5, pytest.approx(statistics.pstdev([0.0, 0.5, 1.0])))
+    assert (found["total"], found["kept"], best["reward"]) == (1, 4, 1.0)
+    reply = api.get(f"/api/v1/rollouts/{best['rollout_id']}").json()
+    assert [(each["kind"], each["calls_tool"]) for each in reply["turns"]] == [
+        ("prompt", False), ("answer", True), ("given", False), ("answer", False),
+    ]  # fmt: skip
+    given = reply["turns"][2]
+    between = reply["tokens"][given["begin"] : given["end"]]
+    assert "".join(each["text"] for each in between) == "the tool says 2"
+    assert {(each["sampler"], each["gap"]) for each in between} == {(None, None)}, "nobody sampled them"
+    gaps = [each["gap"] for each in reply["tokens"] if each["gap"] is not None]
+    assert (best["answer_tokens"], best["gap_max"]) == (len(gaps), pytest.approx(max(gaps)))
+
+    query = f"model={model}&sort=lowest"
+    for view in ("prompts", "all"):
+        page = browser.get(f"/rollouts?{query}&view={view}").text
+        assert "What is &lt;b&gt;1 + 1&lt;/b&gt;?" in page
+        assert "&lt;script&gt;document" in page
+        assert "<script>document" not in page
+    assert "0.5</strong> ± 0.408" in browser.get(f"/rollouts?{query}").text
+    assert "No rollout matches" in browser.get(f"/rollouts?{query}&least=7").text
+    assert "is not a number" in browser.get(f"/rollouts?{query}&least=half").text
+    check_neighbours(browser, f"/rollouts?{query}&signal=true")
+
+
+def check_neighbours(browser: httpx.Client, path: str) -> None:
+    """From the first of a list to its last, and back to the list."""
+    page = browser.get(path).text
+    opened = re.findall(r'href="(/rollouts/[^"]+)"', page)[0]
+    for place in (1, 2, 3):
+        page = browser.get(html.unescape(opened)).text
+        assert f"{place} of 3" in page
+        assert ('rel="prev"' in page, 'rel="next"' in page) == (place > 1, place < 3)
+        following = re.findall(r'rel="next" href="([^"]+)"', page)
+        opened = following[0] if following else ""
+    names = re.findall(r"<h3>([^<]+) <span", page)
+    assert names == ["Prompt", "Answer with a call of a tool", "Result of the tool", "Answer"]
+    back = {unquote(html.unescape(each)) for each in re.findall(r'href="(/rollouts[?][^"]+)"', page)}
+    assert path in back, "the way back keeps the filter"
 
 
 def check_playground(browser: httpx.Client, processes: Processes) -> str:

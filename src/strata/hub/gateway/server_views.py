@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Final
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import msgspec
 
@@ -28,8 +28,9 @@ from strata.hub.gateway.dispatch import ASK_S, BASE, BROKEN
 from strata.hub.gateway.proxy import ForwardedRequest, Tenant, read_whole
 from strata.hub.gateway.servers import MAX_COMPLETION, OPENAI, ServerCompletion, complete_at
 from strata.identity.roles import CallerKind, Role
+from strata.train.status.rollouts import RolloutFilter
 from strata.train.wire.bodies import ActivityQuery, CurvesQuery
-from strata.train.wire.rollouts import RolloutsQuery
+from strata.train.wire.rollouts import RolloutsQuery, to_parameters
 
 NO_KEY: Final = "\x01"
 """The tenant of a caller without a key; no key has this name."""
@@ -96,13 +97,14 @@ async def curves(call: GatewayCall, query: ServerCurvesQuery) -> RawReply:
 
 
 async def rollouts(call: GatewayCall, query: RolloutsQuery) -> RawReply:
-    """The rollouts that the caller chose to keep at a server, newest first"""
-    return await _view(call, f"rollouts?limit={query.limit}&model={quote(query.model, safe=':')}")
+    """The rollouts that the caller chose to keep at a server: those that match"""
+    return await _view(call, f"rollouts?{urlencode(to_parameters(query))}", within_s=TOKENIZER_S)
 
 
-async def rollout(call: GatewayCall) -> RawReply:
+async def rollout(call: GatewayCall, query: RolloutFilter) -> RawReply:
     """A kept rollout of the caller, token by token"""
-    return await _view(call, f"rollouts/{quote(call.path['rollout_id'], safe=':')}", within_s=TOKENIZER_S)
+    path = f"rollouts/{quote(call.path['rollout_id'], safe=':')}"
+    return await _view(call, f"{path}?{urlencode(to_parameters(query))}", within_s=TOKENIZER_S)
 
 
 async def models(call: GatewayCall) -> RawReply:

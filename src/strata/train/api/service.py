@@ -14,6 +14,7 @@ from strata.http.route import KIB, MIB, OPERATOR, PUBLIC, READS, RESEARCHER, VIE
 from strata.identity.roles import CallerKind, Role
 from strata.train.api.context import ApiCall
 from strata.train.api.front import SEES_ALL
+from strata.train.api.text import CALL_START, ModelText
 from strata.train.core import client_commands, ops
 from strata.train.images import ImageForm
 from strata.train.status import queries, views
@@ -30,9 +31,9 @@ from strata.train.status.reports import (
     TimelinesView,
     TimelineView,
 )
-from strata.train.status.rollouts import RolloutsView, RolloutView
+from strata.train.status.rollouts import RolloutFilter, RolloutsView, RolloutView
 from strata.train.wire import bodies, replies
-from strata.train.wire.rollouts import RolloutReply, RolloutsQuery, RolloutsReply, rollout_reply
+from strata.train.wire.rollouts import RolloutReply, RolloutsQuery, RolloutsReply, rollout_reply, rollouts_reply
 from strata.train.wire.timeline import TimelineReply, chrome_trace, timeline_reply
 
 
@@ -147,21 +148,29 @@ async def curves(call: ApiCall, query: bodies.CurvesQuery) -> ModelCurves:
 
 
 async def rollouts(call: ApiCall, query: RolloutsQuery) -> RolloutsReply:
-    """The rollouts that the caller chose to keep, newest first"""
-    view = await call.request(queries.ListRollouts(query.model, query.limit), RolloutsView)
-    return RolloutsReply(rollouts=view.rollouts, total=view.total)
+    """The rollouts that the caller chose to keep: those that match, with text if the server has the tokenizer"""
+    view = await call.request(queries.ListRollouts(_filter_of(query), query.limit), RolloutsView)
+    return await asyncio.to_thread(rollouts_reply, view, await _tokenizer(call))
 
 
-async def rollout(call: ApiCall) -> RolloutReply:
-    """A kept rollout of the caller, token by token, with text if the server has the tokenizer"""
-    view = await call.request(queries.ReadRollout(call.path["rollout_id"]), RolloutView)
+async def rollout(call: ApiCall, query: RolloutFilter) -> RolloutReply:
+    """A kept rollout of the caller, token by token, and its neighbours among those that match"""
+    view = await call.request(queries.ReadRollout(call.path["rollout_id"], _filter_of(query)), RolloutView)
+    return await asyncio.to_thread(rollout_reply, view, await _tokenizer(call), CALL_START)
+
+
+def _filter_of(query: RolloutFilter) -> RolloutFilter:
+    """Without what a query has beside the filter."""
+    return msgspec.convert(query, RolloutFilter, from_attributes=True)
+
+
+async def _tokenizer(call: ApiCall) -> ModelText | None:
     try:
-        text = await call.context.text.load()
+        return await call.context.text.load()
     except StrataError as error:
         if error.code is not Code.UNSUPPORTED:
             raise
-        return rollout_reply(view.rollout, None)
-    return await asyncio.to_thread(rollout_reply, view.rollout, text.token_text)
+        return None
 
 
 async def report(call: ApiCall, body: bodies.ReportBody) -> None:

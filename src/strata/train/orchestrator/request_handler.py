@@ -41,7 +41,7 @@ from strata.train.orchestrator.state_store import MAX_INLINE_RESULT_BYTES
 from strata.train.payload import Payloads
 from strata.train.status import queries, views
 from strata.train.status.completion_log import SamplerClientIds
-from strata.train.status.rollouts import RolloutsView, RolloutView
+from strata.train.status.rollouts import RolloutFilter, RolloutStore, RolloutsView, RolloutView
 from strata.train.status.views import view_checkpoint, view_model, view_sampler, view_session
 
 TRANSIENT: Final = frozenset({Code.UNAVAILABLE, Code.EXHAUSTED, Code.DEADLINE})
@@ -193,12 +193,20 @@ class RequestHandler:
         return await self.publisher.list_endpoints()
 
     async def _list_rollouts(self, tenant: str, query: queries.ListRollouts) -> RolloutsView:
-        if query.model_id:
-            find_model(self._state, tenant, query.model_id)
-        return self._store.telemetry.rollouts.kept.newest(tenant, query.model_id, query.limit, self._now_s())
+        self._check_filter(tenant, query.chosen)
+        return self._kept_rollouts.find(tenant, query.chosen, query.limit, self._now_s())
 
     async def _read_rollout(self, tenant: str, query: queries.ReadRollout) -> RolloutView:
-        return RolloutView(self._store.telemetry.rollouts.kept.get(tenant, query.rollout_id, self._now_s()))
+        self._check_filter(tenant, query.chosen)
+        return self._kept_rollouts.read(tenant, query.rollout_id, query.chosen, self._now_s())
+
+    def _check_filter(self, tenant: str, chosen: RolloutFilter) -> None:
+        if chosen.model:
+            find_model(self._state, tenant, chosen.model)
+
+    @property
+    def _kept_rollouts(self) -> RolloutStore:
+        return self._store.telemetry.rollouts.kept
 
     # What they share
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -38,7 +38,7 @@ from strata.train.status.rollouts import (
     RolloutStore,
     RolloutSummary,
     SampleSource,
-    spread,
+    choose_kept,
     wants_rollouts,
 )
 
@@ -201,8 +201,7 @@ class RolloutRecorder:
     def _compare(self, entry: ComputedPass, payloads: Payloads) -> tuple[GapMeasure, list[KeptRollout]]:
         data = ops.decode_pass_data(payloads.read(entry.operation.payload))
         result = ops.decode_pass_result(payloads.read(entry.payload))
-        measure, rollouts = GapMeasure(), list[KeptRollout]()
-        chosen = spread(len(data.datums)) if entry.keep else range(0)
+        measure, compared = GapMeasure(), list[tuple[int, TrainedSequence, DrawnTokens, GapMeasure]]()
         for number, (datum, output) in enumerate(zip(data.datums, result.outputs, strict=True)):
             sequence = read_sequence(datum, output)
             if sequence is None:
@@ -211,9 +210,10 @@ class RolloutRecorder:
             own = GapMeasure()
             drawn = own.add(sequence, self._index, entry.operation.model_id, entry.changed)
             measure.merge(own)
-            if number in chosen:
-                rollouts.append(self._rollout(entry.operation, number, sequence, drawn, own))
-        return measure, rollouts
+            if entry.keep:
+                compared.append((number, sequence, drawn, own))
+        chosen = choose_kept([sequence.prompt_id for _, sequence, _, _ in compared])
+        return measure, [self._rollout(entry.operation, *compared[place]) for place in chosen]
 
     def _rollout(
         self,
@@ -224,9 +224,9 @@ class RolloutRecorder:
         measure: GapMeasure,
     ) -> KeptRollout:
         source: SampleSource = "unknown" if measure.unknown else "stale" if measure.stale else "same_weights"
-        answer = slice(sequence.prompt - 1, None)
-        distance = np.abs(sequence.trained[answer].astype(np.float64) - drawn.logprobs[answer])
-        versions = drawn.versions[answer][drawn.versions[answer] >= 0]
+        sampled = sequence.sampled
+        distance = np.abs(sequence.trained[sampled].astype(np.float64) - drawn.logprobs[sampled])
+        versions = drawn.versions[sampled][drawn.versions[sampled] >= 0]
         answered = len(distance) > 0
         summary = RolloutSummary(
             rollout_id=f"{operation.model_id}:{operation.seq_id}:{number}",
@@ -237,12 +237,13 @@ class RolloutRecorder:
             source=source if measure.seen else "unknown",
             prompt_tokens=sequence.prompt,
             answer_tokens=len(distance),
-            advantage=float(sequence.advantages[answer].mean()) if answered else 0.0,
-            gap_mean=float(distance.mean()) if answered else 0.0,
-            gap_max=float(distance.max()) if answered else 0.0,
+            advantage=_finite(sequence.advantages[sampled].mean()) if answered else 0.0,
+            gap_mean=_finite(distance.mean()) if answered else 0.0,
+            gap_max=_finite(distance.max()) if answered else 0.0,
             reward=sequence.reward,
             oldest_version=int(versions.min()) if len(versions) else None,
             newest_version=int(versions.max()) if len(versions) else None,
+            prompt_id=sequence.prompt_id,
         )
         return KeptRollout(
             summary=summary,
@@ -252,7 +253,12 @@ class RolloutRecorder:
             advantages=sequence.advantages.tobytes(),
             weights=sequence.weights.tobytes(),
             versions=drawn.versions.astype("<i4").tobytes(),
+            sampled=sampled.tobytes(),
         )
+
+
+def _finite(value: np.floating[Any]) -> float | None:
+    return float(value) if np.isfinite(value) else None
 
 
 def _results_of(request: Input, state: TrainState) -> Iterator[tuple[str, ops.Result]]:

@@ -132,13 +132,20 @@ class TrainedSequence:
     reward: float | None = None
 
     @property
+    def sampled(self) -> npt.NDArray[np.bool_]:
+        """Says of each target whether a client weighs it, or gives it an advantage or a log probability."""
+        learned: npt.NDArray[np.bool_] = self.weights != 0
+        return (self.advantages != 0) | (self.given != 0) if learned.all() else learned
+
+    @property
     def prompt(self) -> int:
-        """Tokens before the first that a client weighs, or gives an advantage or a log probability."""
-        learned = self.weights != 0
-        if learned.all():
-            learned = (self.advantages != 0) | (self.given != 0)
-        places = np.flatnonzero(learned)
+        """Tokens before the first that was sampled."""
+        places = np.flatnonzero(self.sampled)
         return int(places[0]) + 1 if len(places) else len(self.tokens)
+
+    @property
+    def prompt_id(self) -> str:
+        return digest_tokens(self.tokens[: self.prompt].tobytes()).hex()
 
     def learned_runs(self) -> Iterator[tuple[int, int]]:
         """Yields where tokens with an advantage begin and end: an answer, or one of several."""
@@ -178,7 +185,8 @@ def _reward(datum: Datum) -> float | None:
     values = read_array(datum, "reward")
     if values is None or not len(values):
         return None
-    total = float(values.sum())
+    # As the client wrote it: the nearest double of a 32-bit 0.1 is above 0.1.
+    total = float(str(values.sum()))
     return total if math.isfinite(total) else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from strata.train.core.client_commands import FutureRequest, Request, SavedCheckpointRequest, SessionRequest
+from strata.train.status.rollouts import RolloutFilter
 
 
 class SamplerRequest(Request, frozen=True):
@@ -178,15 +179,17 @@ class ReadCurves(Request, frozen=True, tag="read_curves"):
 
 
 class ListRollouts(Request, frozen=True, tag="list_rollouts"):
-    """The kept rollouts of the caller."""
+    """The kept rollouts of the caller that match a filter."""
 
-    model_id: str
-    """The one model; empty: all."""
+    chosen: RolloutFilter
     limit: int
 
 
 class ReadRollout(Request, frozen=True, tag="read_rollout"):
+    """A kept rollout of the caller, and its neighbours among those that match a filter."""
+
     rollout_id: str
+    chosen: RolloutFilter
 
 
 Query = (

@@ -75,10 +75,13 @@ function confirmForm(event) {
 
 function onKey(event) {
   const typing = event.target.closest("input, textarea, select, [contenteditable]");
-  if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) {
+  const alone = !typing && !event.ctrlKey && !event.metaKey && !event.altKey;
+  if (event.key === "/" && alone) {
     event.preventDefault();
     document.getElementById("search")?.focus();
   }
+  const turn = { j: "next", k: "prev" }[event.key];
+  if (turn && alone) document.querySelector(`#content a[rel="${turn}"]`)?.click();
   if (event.key === "Escape") for (const each of document.querySelectorAll(".user[open], .rail details[open]")) each.open = false;
 }
 
