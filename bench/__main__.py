@@ -31,6 +31,7 @@ BENCHES: Final = {
     "journal": "appends, replay and restore beside the bare PostgreSQL and SQLite drivers",
     "loading": "memory of a rank that loads its shards of a model beside one that loads all of it",
     "metrics": "what metrics and traces cost a call of coordinator and hub, beside the same servers without",
+    "pipelines": "steps and rewards of the recipe grpo with answers drawn ahead, beside the synchronous one",
     "plan": "memory of a rank as `strata plan` has it beside the measured peak of training",
     "neighbours": "a step of a job beside one that takes more than it declared, beside a step beside one that does not",
     "pages": "pages of the dashboard with 100,000 jobs and 10,000 hosts, first paint in Chromium, and 50 viewers",

@@ -205,6 +205,7 @@ TRAINING: Final = (
     _training("rollouts, gap between sampler and trainer", "supported", "pr", "train_orchestrator/test_sampler_gap.py"),
     _training("tenants and their limits", "core", "pr", "train_runner/test_tenants.py"),
     _training("recipes", "core", "pr", "recipes"),
+    _training("answers drawn ahead (grpo.pipeline)", "supported", "pr", "recipes/test_pipeline.py"),
     SupportRow("tinker SDK", "core", None, "pr", "tests/e2e/test_tinker_sdk.py", _CI),
     SupportRow("OpenAI-compatible endpoints", "core", None, "merge", "tests/e2e/test_openai.py", _CI),
     SupportRow("rollout sessions", "supported", None, "merge", "tests/e2e/test_openai_sessions.py", _CI),

@@ -55,6 +55,9 @@ class ServerCalls:
         """The server's reply. If it is unreachable or too busy the request is retried: all requests are idempotent."""
         failures, waited_s = 0, 0.0
         while True:
+            if self._http.is_closed:
+                # By another thread, while this one waited.
+                raise StrataError(Code.PRECONDITION, "this client of the training server is closed")
             received = self._exchange(request)
             if isinstance(received, httpx.Response) and received.status_code not in RETRY_STATUSES:
                 return received

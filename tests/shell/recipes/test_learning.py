@@ -18,7 +18,13 @@ from strata.sdk.recipes.recipe import (
     RecipeReward,
     RecipeSampling,
 )
-from strata.sdk.recipes.reinforcement import ReinforcementTraining, choose_loss, gap_metrics, group_advantages
+from strata.sdk.recipes.reinforcement import (
+    ReinforcementTraining,
+    choose_loss,
+    draw_answers,
+    gap_metrics,
+    group_advantages,
+)
 from strata.sdk.recipes.rendering import Renderer
 from strata.sdk.recipes.rewards import load_reward
 from strata.sdk.recipes.rollouts import PromptRow, Rollout
@@ -131,28 +137,25 @@ def test_a_reward_may_be_a_function_of_a_file(tmp_path: Path) -> None:
             load_reward(RecipeReward(check=check), tmp_path)
 
 
-def reinforcement(grpo: RecipeReinforcement) -> ReinforcementTraining:
+def reinforcement(
+    grpo: RecipeReinforcement,
+    sampling: RecipeSampling = RecipeSampling(),  # noqa: B008
+) -> ReinforcementTraining:
+    recipe = Recipe(kind="grpo", data=RecipeData(path="x"), grpo=grpo, sampling=sampling)
     return ReinforcementTraining(
         examples=[],
         evaluation=[],
-        recipe=Recipe(kind="grpo", data=RecipeData(path="x"), grpo=grpo),
+        recipe=recipe,
         renderer=Renderer(train_tokenizer(512)),
         reward=load_reward(RecipeReward(), Path()),
+        draw=draw_answers(recipe),
         reference=None,
     )
 
 
 def test_a_reward_does_not_see_the_text_that_has_stopped_the_answer() -> None:
     tokenizer = train_tokenizer(512)
-    recipe = Recipe(kind="grpo", data=RecipeData(path="x"), sampling=RecipeSampling(stop=("\n", "END")))
-    method = ReinforcementTraining(
-        examples=[],
-        evaluation=[],
-        recipe=recipe,
-        renderer=Renderer(tokenizer),
-        reward=load_reward(recipe.reward, Path()),
-        reference=None,
-    )
+    method = reinforcement(RecipeReinforcement(), RecipeSampling(stop=("\n", "END")))
     rewards = []
     for text in ("12", "12\n", "12END", "12 or 13\n", "\n12"):
         tokens = tokenizer.encode(text, add_special_tokens=False)

@@ -57,6 +57,14 @@ def test_yaml_says_the_same_as_toml(tmp_path: Path) -> None:
         ),
         ('kind = "grpo"\n[data]\npath = "x"\n[grpo]\ncorrection_limit = 1.0', "grpo.correction_limit"),
         (
+            'kind = "grpo"\n[data]\npath = "x"\n[grpo]\npipeline = "one-step-off"\nmax_staleness = 3',
+            'grpo.max_staleness: only pipeline = "bounded" takes it',
+        ),
+        (
+            'kind = "grpo"\n[data]\npath = "x"\n[grpo]\npipeline = "bounded"\ncorrection = "none"',
+            "grpo.pipeline: answers of older weights need a correction",
+        ),
+        (
             'kind = "sft"\n[data]\npath = "x"\n[server]\nranks = 3\n[parallel]\ntensor = 2',
             "r.toml:6: parallel: parallel.tensor 2 does not",
         ),

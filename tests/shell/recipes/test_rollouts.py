@@ -5,8 +5,6 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
-import pytest
-
 from strata.sdk.operations import Sample
 from strata.sdk.recipes.rollouts import PromptRow, Rollout, RolloutFile
 
@@ -22,38 +20,39 @@ def drawn(step: int) -> list[list[Rollout]]:
     return [[Rollout(prompt, Sample([7, step], logprobs, "length"))] for prompt in PROMPTS]
 
 
-def never() -> list[list[Rollout]]:
-    pytest.fail("these answers were drawn before")
+def keep(file: RolloutFile, *steps: int) -> None:
+    for step in steps:
+        file.keep(step, drawn(step), max(0, step - 1))
+        assert file.take(step, PROMPTS) == (drawn(step), max(0, step - 1))
 
 
 def test_a_run_that_continues_has_the_answers_of_the_steps_after_its_state(tmp_path: Path) -> None:
-    file = tmp_path / "rollouts.jsonl"
-    before = RolloutFile.open(file, None)
-    for step in range(3):
-        assert before.groups(step, PROMPTS, lambda step=step: drawn(step)) == drawn(step)  # type: ignore[misc]
-    again = RolloutFile.open(file, 1)
-    assert [again.groups(step, PROMPTS, never) for step in (1, 2)] == [drawn(1), drawn(2)]
-    assert again.groups(3, PROMPTS, lambda: drawn(3)) == drawn(3)
-    assert RolloutFile.open(file, 3).groups(3, PROMPTS, never) == drawn(3)
+    path = tmp_path / "rollouts.jsonl"
+    keep(RolloutFile.open(path, None), 0, 1, 2)
+    again = RolloutFile.open(path, 1)
+    assert sorted(again.steps) == [1, 2]
+    assert [again.take(step, PROMPTS) for step in (1, 2)] == [(drawn(1), 0), (drawn(2), 1)]
+    assert not again.steps, "each was taken once"
+    keep(again, 3)
+    assert RolloutFile.open(path, 3).take(3, PROMPTS) == (drawn(3), 2)
 
 
-def test_a_line_that_was_not_written_to_its_end_is_drawn_again(tmp_path: Path) -> None:
-    file = tmp_path / "rollouts.jsonl"
-    before = RolloutFile.open(file, None)
-    for step in range(2):
-        before.groups(step, PROMPTS, lambda step=step: drawn(step))  # type: ignore[misc]
-    file.write_bytes(file.read_bytes()[:-9])
-    again = RolloutFile.open(file, 0)
-    assert again.groups(0, PROMPTS, never) == drawn(0)
-    assert again.groups(1, PROMPTS, lambda: drawn(5)) == drawn(5)
-    assert RolloutFile.open(file, 0).groups(1, PROMPTS, never) == drawn(5)
+def test_a_line_that_was_not_written_to_its_end_is_no_answer(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    keep(RolloutFile.open(path, None), 0, 1)
+    path.write_bytes(path.read_bytes()[:-9])
+    again = RolloutFile.open(path, 0)
+    assert sorted(again.steps) == [0]
+    again.keep(1, drawn(5), 1)
+    assert RolloutFile.open(path, 0).take(1, PROMPTS) == (drawn(5), 1)
 
 
 def test_a_saved_state_and_a_run_that_begins_leave_no_answers(tmp_path: Path) -> None:
-    file = tmp_path / "rollouts.jsonl"
-    RolloutFile.open(file, None).groups(0, PROMPTS, lambda: drawn(0))
-    anew = RolloutFile.open(file, None)
-    assert anew.groups(0, PROMPTS, lambda: drawn(4)) == drawn(4)
+    path = tmp_path / "rollouts.jsonl"
+    keep(RolloutFile.open(path, None), 0)
+    anew = RolloutFile.open(path, None)
+    assert not anew.steps
+    keep(anew, 0)
     anew.clear()
-    assert not file.exists()
+    assert not path.exists()
     anew.clear()

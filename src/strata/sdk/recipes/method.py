@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from strata.sdk.recipes.batches import batch_at
+from strata.sdk.recipes.pipeline import RolloutPipeline
 from strata.sdk.recipes.recipe import Recipe
-from strata.sdk.recipes.rollouts import RolloutFile
 from strata.sdk.train import Future, Model
 
 Example = TypeVar("Example")
@@ -27,7 +27,7 @@ class StepContext:
     """Steps before this one."""
     optimise: Callable[[float], None]
     """Send an optimizer step for gradients that are sums over so many tokens or pairs."""
-    rollouts: RolloutFile
+    rollouts: RolloutPipeline
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from strata.sdk.recipes.distillation import OffPolicyDistillation, OnPolicyDisti
 from strata.sdk.recipes.method import TrainingMethod
 from strata.sdk.recipes.preference import PreferenceTraining
 from strata.sdk.recipes.recipe import Recipe, recipe_settings
-from strata.sdk.recipes.reinforcement import ReinforcementTraining
+from strata.sdk.recipes.reinforcement import ReinforcementTraining, draw_answers
 from strata.sdk.recipes.rendering import Renderer
 from strata.sdk.recipes.rewards import load_reward
 from strata.sdk.recipes.rollouts import PromptRow
@@ -126,6 +126,7 @@ def make_method(
                 recipe=recipe,
                 renderer=renderer,
                 reward=load_reward(recipe.reward, rows.folder),
+                draw=draw_answers(recipe),
                 reference=create_model(place, recipe) if recipe.grpo.kl else None,
             )
         case "distill":

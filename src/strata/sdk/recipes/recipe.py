@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Final, Literal, assert_never, get_args, get_type_hints
 
 import msgspec
 
@@ -25,6 +25,8 @@ Whole = Annotated[int, msgspec.Meta(ge=0)]
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 AboveOne = Annotated[float, msgspec.Meta(gt=1)]
+StepsAhead = Annotated[int, msgspec.Meta(ge=1, le=32)]
+"""Each is a thread of the client, and a sampler of the server, which has 64."""
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 _LORA: Final = LoraConfig()
@@ -156,6 +158,24 @@ class RecipeReinforcement(_Section, frozen=True, kw_only=True):
     """The largest importance weight; the smallest that is not masked is one by it."""
     patience: Whole = 20
     """Stop after so many steps in a row in which no group had different rewards; 0: never stop early."""
+    pipeline: Literal["synchronous", "one-step-off", "bounded"] = "synchronous"
+    """Whether the answers of coming steps are drawn while the ranks train: not at all, those of the next step, or those
+    of `max_staleness` steps."""
+    max_staleness: StepsAhead = 2
+    """For `bounded`: steps that the weights may lack that draw an answer, of those that learn from it."""
+
+    @property
+    def staleness(self) -> int:
+        """The largest staleness of an answer in steps."""
+        match self.pipeline:
+            case "synchronous":
+                return 0
+            case "one-step-off":
+                return 1
+            case "bounded":
+                return self.max_staleness
+            case _:
+                assert_never(self.pipeline)
 
 
 class RecipeReward(_Section, frozen=True, kw_only=True):
@@ -224,7 +244,7 @@ _OF_KINDS: Final[Mapping[str, Collection[str]]] = {
 }
 """Sections that only some kinds have."""
 _CORRECTION: Final = ("correction", "correction_level", "correction_limit")
-_ADDED: Final = (*_CORRECTION, "patience")
+_ADDED: Final = (*_CORRECTION, "patience", "pipeline", "max_staleness")
 """Settings of `grpo` after 0.2.0, which wrote this section into the records of all kinds: runs of the others have none
 of these, so that they go on."""
 
@@ -281,11 +301,7 @@ def _conflicts(recipe: Recipe) -> list[tuple[tuple[str, ...], str]]:
         found.append((("reward", "pattern"), 'required for check = "regex"'))
     if recipe.kind == "grpo" and reward.check not in ("exact", "number", "regex") and ":" not in reward.check:
         found.append((("reward", "check"), 'expected "exact", "number", "regex" or "FILE.py:FUNCTION"'))
-    defaults = RecipeReinforcement()
-    corrected = [name for name in _CORRECTION if getattr(recipe.grpo, name) != getattr(defaults, name)]
-    if corrected and recipe.grpo.loss != "importance_sampling":
-        bounds = f"{recipe.grpo.loss} limits the ratio to the sampler itself"
-        found.append((("grpo", corrected[0]), f"only importance_sampling takes it: {bounds}"))
+    found += _reinforcement_conflicts(recipe.grpo)
     if recipe.server.ranks is not None and (problem := recipe.parallel.problem(recipe.server.ranks)):
         found.append((("parallel",), problem))
     samples = recipe.kind == "grpo" or (recipe.kind == "distill" and recipe.distill.mode == "on_policy")
@@ -295,6 +311,20 @@ def _conflicts(recipe: Recipe) -> list[tuple[tuple[str, ...], str]]:
         found.append((tuple(verdict.features[0].split(".")), f"{about}{verdict.why}"))
     if sum(map(bool, (recipe.teacher.path, recipe.teacher.tiny, recipe.teacher.url))) > 1:
         found.append((("teacher",), "path, tiny and url name different models; set one of them"))
+    return found
+
+
+def _reinforcement_conflicts(grpo: RecipeReinforcement) -> list[tuple[tuple[str, ...], str]]:
+    found: list[tuple[tuple[str, ...], str]] = []
+    defaults = RecipeReinforcement()
+    corrected = [name for name in _CORRECTION if getattr(grpo, name) != getattr(defaults, name)]
+    if corrected and grpo.loss != "importance_sampling":
+        bounds = f"{grpo.loss} limits the ratio to the sampler itself"
+        found.append((("grpo", corrected[0]), f"only importance_sampling takes it: {bounds}"))
+    if grpo.staleness and grpo.correction == "none" and grpo.loss == "importance_sampling":
+        found.append((("grpo", "pipeline"), 'answers of older weights need a correction, and correction is "none"'))
+    if grpo.max_staleness != defaults.max_staleness and grpo.pipeline != "bounded":
+        found.append((("grpo", "max_staleness"), 'only pipeline = "bounded" takes it'))
     return found
 
 

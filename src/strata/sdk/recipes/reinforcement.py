@@ -11,11 +11,20 @@ from typing import Final, assert_never
 
 from strata.sdk.operations import Datum, Pass
 from strata.sdk.recipes.method import Metrics, ReadMetrics, StepContext, TrainingMethod
-from strata.sdk.recipes.recipe import RecipeReinforcement
+from strata.sdk.recipes.pipeline import DrawStep
+from strata.sdk.recipes.recipe import Recipe, RecipeReinforcement
 from strata.sdk.recipes.rendering import Renderer
 from strata.sdk.recipes.rewards import Reward
-from strata.sdk.recipes.rollouts import PromptRow, Rollout, answer_logprobs, draw_groups, draw_likeliest
-from strata.sdk.train import Future, Model
+from strata.sdk.recipes.rollouts import (
+    DrawGroups,
+    Groups,
+    PromptRow,
+    Rollout,
+    answer_logprobs,
+    draw_groups,
+    draw_likeliest,
+)
+from strata.sdk.train import Future, Model, Sampler
 from strata.train.core.model_options import CLIP_HIGH, CLIP_LOW, GAP_TOLERANCE, MASK_OUTLIERS, SEQUENCE_LEVEL, LossName
 from strata.train.core.sampling import cut_at_stop
 
@@ -33,6 +42,7 @@ moving away from the reference has a price."""
 class ReinforcementTraining(TrainingMethod[PromptRow]):
     renderer: Renderer
     reward: Reward
+    draw: DrawGroups
     reference: Model | None
     """The model that training began with, if moving away from it has a price."""
     curve: str = "reward"
@@ -40,14 +50,12 @@ class ReinforcementTraining(TrainingMethod[PromptRow]):
     higher_is_better: bool = True
 
     def step(self, context: StepContext) -> ReadMetrics:
-        train = self.recipe.train
-        prompts = self.batch(context.step)
 
-        def draw() -> list[list[Rollout]]:
-            sampler = context.model.sampler().result()
-            return draw_groups(sampler, prompts, self.recipe.sampling, train.seed, context.step)
+        def copy_weights() -> DrawStep:
+            copied = context.model.sampler()
+            return lambda step: self.draw(copied.result(), self.batch(step), step)
 
-        groups = context.rollouts.groups(context.step, prompts, draw)
+        groups, staleness = context.rollouts.take(context.step, self.batch(context.step), copy_weights)
         rewards = [[self.reward_of(each) for each in group] for group in groups]
         drawn = [each for group in groups for each in group]
         metrics = {
@@ -55,6 +63,8 @@ class ReinforcementTraining(TrainingMethod[PromptRow]):
             NO_SIGNAL: fmean(min(group) == max(group) for group in rewards),
             "answer_tokens": fmean(len(each.sample.tokens) for each in drawn),
         }
+        if self.recipe.grpo.staleness:
+            metrics["staleness"] = float(staleness)
         advantages = [value for group in rewards for value in group_advantages(group, normalise=self._normalise)]
         earned = [value for group in rewards for value in group]
         learned = [
@@ -124,6 +134,15 @@ class ReinforcementTraining(TrainingMethod[PromptRow]):
             passes.append(context.model.forward_backward([datum for datum, _ in part], loss, **config))
             context.optimise(sum(tokens for _, tokens in part))
         return passes
+
+
+def draw_answers(recipe: Recipe) -> DrawGroups:
+    """Draws groups of one answer after the prompt."""
+
+    def draw(sampler: Sampler, prompts: Sequence[PromptRow], step: int) -> Groups:
+        return draw_groups(sampler, prompts, recipe.sampling, recipe.train.seed, step)
+
+    return draw
 
 
 def choose_loss(grpo: RecipeReinforcement) -> tuple[str, Mapping[str, float]]:

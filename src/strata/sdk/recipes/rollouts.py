@@ -5,7 +5,7 @@ for each token.
 from __future__ import annotations
 
 import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,8 +79,19 @@ class KeptSample(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
+Groups = list[list[Rollout]]
+"""The answers to each prompt of a step."""
+DrawGroups = Callable[[Sampler, Sequence[PromptRow], int], Groups]
+"""Draws the groups of a step, whose number comes last, and waits for them.
+
+A pipeline calls it in threads of its own, for several steps at once.
+"""
+
+
 class RolloutLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: int
+    drawn_at: int
+    """Steps that the weights had learned which drew these answers."""
     groups: Sequence[Sequence[KeptSample]]
 
 
@@ -91,7 +102,7 @@ class RolloutFile:
     from the answers that it drew before, instead of drawing them again.
     """
 
-    def __init__(self, path: Path, kept: Mapping[int, RolloutLine]) -> None:
+    def __init__(self, path: Path, kept: dict[int, RolloutLine]) -> None:
         self._path = path
         self._kept = kept
 
@@ -104,18 +115,22 @@ class RolloutFile:
             write_file(path, b"".join(map(_encode_line, kept.values())))
         return cls(path, kept)
 
-    def groups(
-        self, step: int, prompts: Sequence[PromptRow], draw: Callable[[], list[list[Rollout]]]
-    ) -> list[list[Rollout]]:
-        """Returns the kept answers of a step, or draws and keeps them."""
-        line = self._kept.get(step)
-        if line is None:
-            drawn = draw()
-            line = RolloutLine(step, [[KeptSample.of(each.sample) for each in group] for group in drawn])
-            with self._path.open("ab") as file:
-                file.write(_encode_line(line))
+    @property
+    def steps(self) -> Collection[int]:
+        """Those with kept answers that were not taken yet."""
+        return self._kept.keys()
+
+    def keep(self, step: int, groups: Groups, drawn_at: int) -> None:
+        line = RolloutLine(step, drawn_at, [[KeptSample.of(each.sample) for each in group] for group in groups])
+        with self._path.open("ab") as file:
+            file.write(_encode_line(line))
+        self._kept[step] = line
+
+    def take(self, step: int, prompts: Sequence[PromptRow]) -> tuple[Groups, int]:
+        """Returns the kept answers of a step, and how many steps the weights had learned that drew them."""
+        line = self._kept.pop(step)
         pairs = zip(prompts, line.groups, strict=True)
-        return [[Rollout(prompt, each.sample()) for each in group] for prompt, group in pairs]
+        return [[Rollout(prompt, each.sample()) for each in group] for prompt, group in pairs], line.drawn_at
 
     def clear(self) -> None:
         """Forget all answers: a saved state has what was learned from them."""
@@ -133,9 +148,7 @@ def _read_whole_lines(path: Path) -> list[RolloutLine]:
     return [msgspec.json.decode(line, type=RolloutLine) for line in lines]
 
 
-def draw_groups(
-    sampler: Sampler, prompts: Sequence[PromptRow], sampling: RecipeSampling, *seed: int | str
-) -> list[list[Rollout]]:
+def draw_groups(sampler: Sampler, prompts: Sequence[PromptRow], sampling: RecipeSampling, *seed: int | str) -> Groups:
     """A group of answers to each prompt. All are requested before the first is awaited, so that they share batches."""
     params = SamplingParams(max_tokens=sampling.max_tokens, temperature=sampling.temperature)
     return _draw(sampler, prompts, sampling, params, sampling.group_size, seed)
@@ -154,7 +167,7 @@ def _draw(
     params: SamplingParams,
     number: int,
     seed: Sequence[int | str],
-) -> list[list[Rollout]]:
+) -> Groups:
     if sampling.stop:
         params["stop"] = list(sampling.stop)
     futures = []

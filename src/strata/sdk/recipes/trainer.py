@@ -2,7 +2,8 @@
 
 After each saved state the record of the run names it. A run that was killed loads that state, with the optimizer, and
 computes the steps after it again. Everything that a step does follows from the recipe, the data and the step's number,
-so the resumed run ends with the same weights as one that nothing disturbed.
+so the resumed run ends with the same weights as one that nothing disturbed. With answers drawn ahead (`pipeline`) the
+steps that had begun are the same again; those after them learn from answers of other weights.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from strata.fleet.client.hub_client import HubClient
 from strata.sdk.checkpoints import SCHEME, delete_checkpoint, fetch_adapter, import_adapter
 from strata.sdk.recipes.batches import learning_rate, save_interval, total_steps
 from strata.sdk.recipes.method import ReadMetrics, StepContext, TrainingMethod
+from strata.sdk.recipes.pipeline import RolloutPipeline
 from strata.sdk.recipes.recipe import Recipe
 from strata.sdk.recipes.rollouts import RolloutFile
 from strata.sdk.recipes.run_folder import BestEvaluation, MetricLine, RecipeRunRecord, RunFolder
@@ -119,7 +121,8 @@ class RecipeTrainer:
         self._method = method
         self._record = record
         self._lines = place.folder.cut_metrics(record.step if record.state else -1)
-        self._rollouts = RolloutFile.open(place.folder.rollouts, record.step if record.state else None)
+        answers = RolloutFile.open(place.folder.rollouts, record.step if record.state else None)
+        self._rollouts = RolloutPipeline(answers, recipe.grpo.staleness, record.steps)
         self._superseded: list[str] = []
         """Checkpoints of best evaluations that the next record will not name."""
         self._sent: deque[tuple[int, ReadMetrics, list[Future[Mapping[str, float]]]]] = deque()
