@@ -15,7 +15,7 @@ from typing import Final
 
 import pytest
 
-from strata.fleet.agent.sandbox import PROGRAMS
+from strata.fleet.bubblewrap import PROGRAMS
 
 ROOT: Final = "root"
 """Not a program: only root can become another user."""

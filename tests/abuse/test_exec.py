@@ -18,11 +18,11 @@ from strata.base.private import private_folder
 from strata.fleet.agent import exec_in_sandbox, supervised
 from strata.fleet.agent.exec_session import RunningJob, SandboxExec, sandbox_request
 from strata.fleet.agent.redaction import Redactor
-from strata.fleet.agent.seccomp import CLONE_NEWUSER
 from strata.fleet.agent.supervised import ChildExit, SupervisorSpec
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.ownership import Submitter
 from strata.fleet.core.plan import ApplyPlan
+from strata.fleet.seccomp import CLONE_NEWUSER
 from tests.abuse.test_sandbox import CALLS, FAMILY, Host, Job, a_host
 from tests.core.fleet_agent.leases import a_trainer, lease
 from tests.shell.fleet_agent.waiting import eventually, is_alive

@@ -34,7 +34,6 @@ from strata.fleet.agent.outcome import classify_exit
 from strata.fleet.agent.path_names import attempt_name
 from strata.fleet.agent.prepare import HostContext, create_work_folder, prepare_attempt
 from strata.fleet.agent.sandbox import detect_sandbox, job_user_of
-from strata.fleet.agent.seccomp import CLONE_NEWUSER, NUMBERS
 from strata.fleet.agent.settings import AgentSettings, SandboxSettings
 from strata.fleet.agent.supervised import ChildExit
 from strata.fleet.client.hub_api import HubApi
@@ -43,6 +42,7 @@ from strata.fleet.core.amounts import UNKNOWN, Taken
 from strata.fleet.core.job import Cause
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.requirement import Needs
+from strata.fleet.seccomp import CLONE_NEWUSER, NUMBERS
 from strata.fleet.wire.hosts import HostsReply
 from tests.core.fleet_agent.leases import a_trainer, lease
 from tests.shell.fleet_agent.running import HubProcess, agent

@@ -224,6 +224,17 @@ TRAINING: Final = (
     _training("tenants and their limits", "core", "pr", "train_runner/test_tenants.py"),
     _training("recipes", "core", "pr", "recipes"),
     _training("answers drawn ahead (grpo.pipeline)", "supported", "pr", "recipes/test_pipeline.py"),
+    SupportRow(
+        "recipes: environments of verifiers",
+        "experimental",
+        None,
+        "weekly",
+        "tests/engines/test_environments.py",
+        "tiny models; verifiers 0.4",
+    ),
+    SupportRow(
+        "recipes: tasks of lm-eval", "experimental", None, "weekly", "tests/engines/test_lm_eval.py", "tiny models"
+    ),
     SupportRow("tinker SDK", "core", None, "pr", "tests/e2e/test_tinker_sdk.py", _CI),
     SupportRow("OpenAI-compatible endpoints", "core", None, "merge", "tests/e2e/test_openai.py", _CI),
     SupportRow("rollout sessions", "supported", None, "merge", "tests/e2e/test_openai_sessions.py", _CI),

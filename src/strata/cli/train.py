@@ -64,46 +64,51 @@ def train(recipe: Path, folder: Path | None, server: str | None, key_file: Path 
 
     for module in ("httpx", "transformers"):
         require(module, extra="recipes")
-    from strata.sdk.recipes.prepare import make_method, read_recipe_rows
+    from strata.sdk.recipes.environment import open_environment
+    from strata.sdk.recipes.prepare import OpenedParts, make_method, read_recipe_rows
     from strata.sdk.recipes.recipe import read_recipe
     from strata.sdk.recipes.run_folder import RunFolder
+    from strata.sdk.recipes.tasks import require_tasks
     from strata.sdk.recipes.trainer import RecipeTrainer, RunPlace, begin_attempt, plan_steps
 
     wanted = read_recipe(recipe)
     run = RunFolder(folder or Path(wanted.output.folder or f"runs/{recipe.stem}"))
     base = recipe.absolute().parent
-    with run.locked():
-        rows = read_recipe_rows(wanted, base, _fetch_object)
+    require_tasks(wanted.eval, base)
+    with run.locked(), ExitStack() as stack:
+        environment = None if wanted.env is None else stack.enter_context(open_environment(wanted, base, run.path))
+        rows = read_recipe_rows(wanted, base, _fetch_object, environment)
         record = run.open_run(rows.settings)
         if record.finished:
             _summarise(run, record)
             return
-        with ExitStack() as stack:
-            if server is None and context is None and wanted.server.url:
-                server = wanted.server.url
-                key_file = key_file or (base / wanted.server.key_file if wanted.server.key_file else None)
-            if is_settings_file(server, context):
-                settings = _serve(stack, Path(server), process_environment(), run.path / LOG, key_file)
-            elif server is not None or context is not None:
-                settings = choose_server(server, key_file, context)
-            else:
-                settings = _own_server(stack, run, wanted, base)
-            connection = _connect(stack, settings)
-            place = RunPlace(
-                folder=run,
-                server=connection.server,
-                files=connection.files,
-                recipe_folder=base,
-                base_model=wanted.model.name or connection.base_models[0],
-            )
-            record = begin_attempt(place, record)
-            renderer = _renderer(place)
-            teacher = _teacher(stack, wanted, place, renderer) if wanted.kind == "distill" else None
-            prepared = make_method(wanted, rows, renderer, place, teacher)
-            record = plan_steps(place, wanted, prepared.method, prepared.left_out, record)
-            for sentence in record.left_out:
-                print_error(sentence)
-            record = _train(RecipeTrainer(place, wanted, prepared.method, record), record)
+        if server is None and context is None and wanted.server.url:
+            server = wanted.server.url
+            key_file = key_file or (base / wanted.server.key_file if wanted.server.key_file else None)
+        if is_settings_file(server, context):
+            settings = _serve(stack, Path(server), process_environment(), run.path / LOG, key_file)
+        elif server is not None or context is not None:
+            settings = choose_server(server, key_file, context)
+        else:
+            settings = _own_server(stack, run, wanted, base)
+        connection = _connect(stack, settings)
+        place = RunPlace(
+            folder=run,
+            server=connection.server,
+            files=connection.files,
+            recipe_folder=base,
+            base_model=wanted.model.name or connection.base_models[0],
+        )
+        record = begin_attempt(place, record)
+        renderer = _renderer(place)
+        teacher = _teacher(stack, wanted, place, renderer) if wanted.kind == "distill" else None
+        if environment is not None:
+            environment.serve(place.server)
+        prepared = make_method(wanted, rows, renderer, place, OpenedParts(teacher, environment))
+        record = plan_steps(place, wanted, prepared.method, prepared.left_out, record)
+        for sentence in record.left_out:
+            print_error(sentence)
+        record = _train(RecipeTrainer(place, wanted, prepared.method, record), record)
     _summarise(run, record)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from strata.fleet.agent.seccomp import ARCHITECTURES, NUMBERS, build_filter
+from strata.fleet.seccomp import ARCHITECTURES, NUMBERS, build_filter
 
 ALLOW = 0x7FFF0000
 KILL = 0x80000000

@@ -61,7 +61,7 @@ def test_what_a_client_reports_belongs_to_the_next_step_and_hides_nothing() -> N
     curve = curves.get(M)
     assert curve is not None
     assert [each.values for each in curve.points()] == [{"loss": 3.0, "tokens": 10.0, "reward": 2.0}, {"reward": 5.0}]
-    with pytest.raises(StrataError, match="at most 8 metrics"):
+    with pytest.raises(StrataError, match="at most 16 metrics"):
         curves.report(M, 4, {f"m{number}": 0.0 for number in range(MAX_REPORTED - 1)})
 
 
@@ -121,3 +121,18 @@ def test_a_step_that_is_computed_again_after_a_crash_counts_once() -> None:
     for _ in range(2):
         curves.add_step(M, 7, 1.0, {"lr": 1.0})
     assert model_curves(curves, M, 10, ["lr"]).series[0].steps == [7]
+
+
+def test_the_newest_evaluation_is_known_although_no_step_comes_after_it() -> None:
+    curves = LearningCurves()
+    curves.report(M, 0, {"reward": 1.0, "eval_reward": 2.0, "eval_loss": 3.0})
+    curves.add_step(M, 1, 1.0, {})
+    curves.report(M, 2, {"eval_reward": 4.0})
+    curve = curves.get(M)
+    assert curve is not None
+    assert curve.evaluation == {"eval_reward": 4.0, "eval_loss": 3.0}
+    copied = LearningCurves()
+    copied.restore(curves.encode())
+    again = copied.get(M)
+    assert again is not None
+    assert again.evaluation == curve.evaluation

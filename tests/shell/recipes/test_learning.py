@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from strata.sdk.recipes.reinforcement import (
     draw_answers,
     gap_metrics,
     group_advantages,
+    pass_rate,
 )
 from strata.sdk.recipes.rendering import Renderer
 from strata.sdk.recipes.rewards import load_reward
@@ -74,6 +76,14 @@ def test_a_reward_that_did_not_rise_is_named_at_the_end() -> None:
     )
     assert not method.outcome(steps_of(0.2, 0.1, 0.1, 0.3, signal=True))
     assert not method.outcome(steps_of(0.2, 0.1, 0.0, signal=True)), "too few steps to say"
+
+
+@pytest.mark.parametrize(("number", "k"), [(1, 1), (5, 1), (6, 3), (8, 8)])
+def test_the_rate_at_k_is_that_of_all_choices_of_k_answers(number: int, k: int) -> None:
+    for passed in range(number + 1):
+        answers = [place < passed for place in range(number)]
+        choices = list(itertools.combinations(answers, k))
+        assert pass_rate(number, passed, k) == pytest.approx(sum(map(any, choices)) / len(choices), abs=1e-12)
 
 
 @pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3])

@@ -72,6 +72,23 @@ def test_yaml_says_the_same_as_toml(tmp_path: Path) -> None:
             'kind = "grpo"\n[data]\npath = "x"\n[server]\nranks = 2\n[parallel]\npipeline = 2',
             "r.toml:7: parallel.pipeline: grpo samples, and ranks that are stages cannot",
         ),
+        (
+            'kind = "sft"\n[data]\npath = "x"\n[eval]\ntasks = ["a"]\npatience = 1',
+            "eval.patience: is about held-out data",
+        ),
+        ('kind = "sft"\n[data]\npath = "x"\n[eval]\ntasks = ["a b"]', "'a b' is no name of a task of lm-eval"),
+        ('kind = "sft"\n[data]\npath = "x"\n[eval]\nshare = 0.1\npass_at = [1]', 'eval.pass_at: needs kind = "grpo"'),
+        (
+            'kind = "grpo"\n[data]\npath = "x"\n[eval]\nshare = 0.1\npass_at = [4]\npass_samples = 2',
+            "eval.pass_samples: fewer than the largest k of pass_at, 4",
+        ),
+        ('kind = "sft"\n[data]\npath = "x"\n[env]\nname = "y"', 'a recipe of kind "sft" has no such section'),
+        ('kind = "grpo"\n[data]\npath = "x"\n[env]\nname = "y"', "data.path: an environment has tasks of its own"),
+        (
+            'kind = "grpo"\n[reward]\ncheck = "number"\n[env]\nname = "y"',
+            "reward: an environment has rewards of its own",
+        ),
+        ('kind = "grpo"\n[env]\nname = "y"\n[eval]\npath = "x"', "eval.path: an environment has tasks of its own"),
         ('kind = "sft"\n[data\npath = "x"', "not valid TOML"),
     ],
 )
@@ -108,3 +125,15 @@ def test_the_record_of_another_kind_has_no_setting_that_0_2_0_did_not_write(tmp_
         settings = recipe_settings(read_recipe(written(tmp_path, f'kind = "{kind}"\n[data]\npath = "x"\n')))
         added = {name for name in settings if name.startswith("grpo.")} - written_by_0_2_0
         assert bool(added) == (kind == "grpo")
+    evaluated = read_recipe(written(tmp_path, 'kind = "sft"\n[data]\npath = "x"\n[eval]\nshare = 0.1\n'))
+    names = {name for name in recipe_settings(evaluated) if name.startswith(("eval.", "env."))}
+    known = ("path", "split", "share", "every", "patience", "min_delta", "max_examples")
+    assert names == {f"eval.{name}" for name in known}
+
+
+def test_which_interpreter_runs_others_code_does_not_decide_the_numbers(tmp_path: Path) -> None:
+    text = 'kind = "grpo"\n[env]\nname = "y"\n'
+    one = recipe_settings(read_recipe(written(tmp_path, text)))
+    other = recipe_settings(read_recipe(written(tmp_path, f'{text}python = "z"\nsandbox = "off"\nconcurrent = 2\n')))
+    assert one == other
+    assert one != recipe_settings(read_recipe(written(tmp_path, f"{text}max_turns = 3\n")))

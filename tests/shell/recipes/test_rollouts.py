@@ -56,3 +56,25 @@ def test_a_saved_state_and_a_run_that_begins_leave_no_answers(tmp_path: Path) ->
     anew.clear()
     assert not path.exists()
     anew.clear()
+
+
+def test_an_episode_is_kept_with_its_mask_its_reward_and_its_other_branches(tmp_path: Path) -> None:
+    file = tmp_path / "rollouts.jsonl"
+    other = Rollout(PROMPTS[0], Sample([1, 6], [0.0, -0.5], "stop"), 0.5, [False, True])
+    episode = Rollout(PROMPTS[0], Sample([1, 2, 3], [0.0, -0.5, 0.0], "stop"), 0.5, [False, True, False], (other,))
+    RolloutFile.open(file, None).keep(0, [[episode]], 0)
+    assert RolloutFile.open(file, 0).take(0, PROMPTS[:1]) == ([[episode]], 0)
+
+
+def test_only_what_the_model_has_sampled_of_an_episode_has_an_advantage() -> None:
+    """The tool's answer, 8 and 9, comes between two turns; the first token has nothing that would predict it."""
+    sample = Sample([4, 5, 8, 9, 6], [0.0, -0.25, 0.0, 0.0, -0.5], "stop")
+    episode = Rollout(PromptRow([], {"task": 0}), sample, 1.0, [False, True, False, False, True])
+    datum = episode.datum([0.5] * 5)
+    assert datum.tokens == [4, 5, 8, 9]
+    assert datum.targets == [5, 8, 9, 6]
+    assert datum.weights == [1.0, 0.0, 0.0, 1.0]
+    assert datum.advantages == [0.5, 0.0, 0.0, 0.5]
+    assert datum.logprobs == [-0.25, 0.0, 0.0, -0.5]
+    assert episode.learned_tokens == 2
+    assert episode.mean([9.0, 1.0, 9.0, 9.0, 2.0]) == 1.5

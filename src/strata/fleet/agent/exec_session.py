@@ -25,7 +25,8 @@ from strata.base.atomic import write_json
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.base.private import private_folder
-from strata.fleet.agent import cgroup, containers, seccomp, supervised, supervisor
+from strata.fleet import seccomp
+from strata.fleet.agent import cgroup, containers, supervised, supervisor
 from strata.fleet.agent.attempt_folder import AttemptPaths
 from strata.fleet.agent.log_uploader import StreamUploader
 from strata.fleet.agent.path_names import EXEC, exec_name

@@ -24,11 +24,11 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.fleet.agent import cgroup, job_limits, privsep_worker
 from strata.fleet.agent.attempt_folder import JobUser
-from strata.fleet.agent.bubblewrap import load_filter
 from strata.fleet.agent.git import GIT_S
 from strata.fleet.agent.privsep_worker import BuildEnvironment, OutputRequest, WorkerError, WorkerRequest
 from strata.fleet.agent.supervised import LimitsSpec
 from strata.fleet.agent.uv import BUILD_S
+from strata.fleet.bubblewrap import load_filter
 
 WAIT_S: Final = GIT_S + 60.0
 """Time limit for one process, plus the time its bytes take at `_MIN_BYTES_PER_S`. Waiting for the hub does not count:

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -26,25 +26,23 @@ from typing import Final, NamedTuple
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.agent import cgroup, job_limits, seccomp
+from strata.fleet import seccomp
+from strata.fleet.agent import cgroup, job_limits
 from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser, find_job_user, make_passable
-from strata.fleet.agent.bubblewrap import MountView, load_filter, namespace_options
 from strata.fleet.agent.settings import AgentSettings, SandboxSettings
 from strata.fleet.agent.supervised import LimitsSpec, SupervisorSpec
+from strata.fleet.bubblewrap import PROGRAMS, MountView, link_chain, load_filter, namespace_options
 from strata.fleet.core.requirement import LimitsLevel, SandboxLevel
 from strata.fleet.wire.leases import LeaseGiven
 
 GIB: Final = 1024**3
 TRY_S: Final = 30.0
 _MEMORY_SHARE: Final = 0.9
-PROGRAMS: Final = "/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/bin"
-"""Where bubblewrap and nft are found, whatever the agent has in its environment."""
 _HOMES: Final = Path("/home")
 _FIRST_PERSON: Final = 1000
 """Users below are those of the system."""
 _SYSTEM: Final = (Path("/usr"), Path("/etc"), Path("/dev"), Path("/proc"), Path("/sys"), Path("/var/lib"))
 """Never hidden, whosever home they are."""
-_MAX_LINKS: Final = 40
 METADATA: Final = (
     "169.254.169.254", "fd00:ec2::254", "fd20:ce::254", "fd00:c1::a9fe:a9fe", "fe80::a9fe:a9fe",
     "169.254.170.2", "169.254.170.23", "fd00:ec2::23",
@@ -491,7 +489,7 @@ def _program_paths(interpreter: str, homes: AbstractSet[Path]) -> tuple[Path, ..
     the program in it."""
     paths = {folder for folder in (Path(sys.prefix), Path(sys.base_prefix)) if not _is_personal(folder, homes)}
     for program in filter(None, (sys.executable, interpreter)):
-        for path in _link_chain(Path(program)):
+        for path in link_chain(Path(program)):
             if len(path.parents) > 2:
                 folder = path.parents[1]
                 paths.add(path if _is_personal(folder, homes) else folder)
@@ -503,17 +501,6 @@ def _is_personal(folder: Path, homes: AbstractSet[Path]) -> bool:
     together."""
     home = folder.parent if folder.name == ".local" else folder
     return home.parent == _HOMES or any(each.is_relative_to(home) for each in homes)
-
-
-def _link_chain(path: Path) -> Iterator[Path]:
-    """The path, each one that its links name, and where they end."""
-    path = path.absolute()
-    for _ in range(_MAX_LINKS):
-        yield path
-        if not path.is_symlink():
-            break
-        path = Path(os.path.normpath(path.parent / path.readlink()))
-    yield path.resolve()
 
 
 def is_root() -> bool:

@@ -12,6 +12,7 @@ from strata.base.errors import Code, StrataError
 from strata.sdk.checkpoints import ADAPTER_FILES, SCHEME
 from strata.sdk.recipes.batches import held_out
 from strata.sdk.recipes.distillation import OffPolicyDistillation, OnPolicyDistillation
+from strata.sdk.recipes.environment import Environment, own_code
 from strata.sdk.recipes.method import TrainingMethod
 from strata.sdk.recipes.preference import PreferenceTraining
 from strata.sdk.recipes.recipe import Recipe, recipe_settings
@@ -59,8 +60,13 @@ class RecipeRows:
     """The folder of the recipe: relative paths count from here."""
 
 
-def read_recipe_rows(recipe: Recipe, folder: Path, fetch_object: FetchObject) -> RecipeRows:
-    data = read_rows(recipe.data.path, recipe.data.split, folder, fetch_object)
+def read_recipe_rows(
+    recipe: Recipe, folder: Path, fetch_object: FetchObject, environment: Environment | None = None
+) -> RecipeRows:
+    if environment is not None:
+        data = environment.rows()
+    else:
+        data = read_rows(recipe.data.path, recipe.data.split, folder, fetch_object)
     settings = recipe_settings(recipe) | {"data.sha256": data.digest} | _adapter_digests(recipe, folder)
     train, evaluation, source = list(enumerate(data.rows, 1)), list[tuple[int, Row]](), recipe.data.path
     if recipe.eval is not None and recipe.eval.share:
@@ -73,6 +79,9 @@ def read_recipe_rows(recipe: Recipe, folder: Path, fetch_object: FetchObject) ->
         settings["eval.sha256"] = held.digest
     if recipe.eval is not None:
         evaluation = evaluation[: recipe.eval.max_examples]
+    if recipe.env is not None and (own := own_code(recipe.env, folder)) is not None:
+        files = [own] if own.is_file() else sorted(own.rglob("*.py"))
+        settings["env.sha256"] = digest({str(file.relative_to(folder)): file_digest(file) for file in files})
     if recipe.kind == "grpo" and ":" in recipe.reward.check:
         file = folder / Path(recipe.reward.check.rpartition(":")[0]).expanduser()
         settings["reward.sha256"] = _digest_if_there(file)
@@ -97,8 +106,16 @@ def _digest_if_there(file: Path) -> str:
     return file_digest(file) if file.is_file() else ""
 
 
+@dataclass(frozen=True)
+class OpenedParts:
+    """What a recipe may have beside its model."""
+
+    teacher: Model | None = None
+    environment: Environment | None = None
+
+
 def make_method(
-    recipe: Recipe, rows: RecipeRows, renderer: Renderer, place: RunPlace, teacher: Model | None
+    recipe: Recipe, rows: RecipeRows, renderer: Renderer, place: RunPlace, opened: OpenedParts
 ) -> PreparedMethod:
     left_out: list[str] = []
 
@@ -119,21 +136,26 @@ def make_method(
             reference = create_model(place, recipe)
             method = PreferenceTraining(examples=pairs, evaluation=held_pairs, recipe=recipe, reference=reference)
         case "grpo":
-            prompts, held_prompts = render(lambda row: PromptRow(renderer.prompt(row), row), _prompt_length)
+            played = opened.environment is not None
+            # The prompts of an environment are those that its client sends.
+            prompts, held_prompts = render(
+                lambda row: PromptRow([] if played else renderer.prompt(row), row), _prompt_length
+            )
             method = ReinforcementTraining(
                 examples=prompts,
                 evaluation=held_prompts,
                 recipe=recipe,
                 renderer=renderer,
                 reward=load_reward(recipe.reward, rows.folder),
-                draw=draw_answers(recipe),
+                draw=draw_answers(recipe) if opened.environment is None else opened.environment.draw,
                 reference=create_model(place, recipe) if recipe.grpo.kl else None,
+                environment=opened.environment,
             )
         case "distill":
-            assert teacher is not None, "a distillation has a teacher"
+            assert opened.teacher is not None, "a distillation has a teacher"
             prompts, held_prompts = render(lambda row: PromptRow(renderer.prompt(row), row), _prompt_length)
             distil = OnPolicyDistillation if recipe.distill.mode == "on_policy" else OffPolicyDistillation
-            method = distil(examples=prompts, evaluation=held_prompts, recipe=recipe, teacher=teacher)
+            method = distil(examples=prompts, evaluation=held_prompts, recipe=recipe, teacher=opened.teacher)
         case _:
             assert_never(recipe.kind)
     return PreparedMethod(method, tuple(left_out))

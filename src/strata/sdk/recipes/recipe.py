@@ -4,7 +4,8 @@ reinforcement), which kinds have which, and the wording of problems.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, assert_never, get_args, get_type_hints
@@ -29,6 +30,7 @@ StepsAhead = Annotated[int, msgspec.Meta(ge=1, le=32)]
 """Each is a thread of the client, and a sampler of the server, which has 64."""
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+_TASK: Final = re.compile(r"[\w.-]+")
 _LORA: Final = LoraConfig()
 _ADAM: Final = AdamParams()
 
@@ -59,7 +61,7 @@ class RecipeModel(_Section, frozen=True, kw_only=True):
 class RecipeData(_Section, frozen=True, kw_only=True):
     """What is learned from."""
 
-    path: str
+    path: str = ""
     """A file (JSONL, JSON, Parquet), a folder of them, `s3://BUCKET/KEY`, or `hf://OWNER/NAME`."""
     split: str = "train"
     """The split of a folder or a dataset of the Hugging Face Hub."""
@@ -99,6 +101,23 @@ class RecipeEvaluation(_Section, frozen=True, kw_only=True):
     min_delta: NotNegative = 0.0
     """What counts as an improvement."""
     max_examples: Count = 256
+    pass_at: Annotated[tuple[Count, ...], msgspec.Meta(max_length=4)] = ()
+    """`grpo`: for each of these k, how likely one of k drawn answers to a held-out prompt passes."""
+    pass_samples: Whole = 0
+    """Answers that are drawn for each prompt for this; the largest k unless set."""
+    pass_reward: float = 1.0
+    """The reward from which an answer passes."""
+    tasks: Annotated[tuple[str, ...], msgspec.Meta(max_length=4)] = ()
+    """Tasks of lm-eval, by name."""
+    task_folder: str = ""
+    """A folder with tasks of your own."""
+    task_limit: Count | None = None
+    """Only the first examples of each task."""
+    task_tokens: Count = 2048
+    """Longer prompts of tasks are cut at their beginning."""
+    task_timeout_s: Positive = 3600.0
+    task_python: str = ""
+    """The interpreter that has lm-eval; that of this command unless set."""
 
 
 class RecipeOutput(_Section, frozen=True, kw_only=True):
@@ -190,6 +209,28 @@ class RecipeReward(_Section, frozen=True, kw_only=True):
     """The pattern of `regex`: it must match, and its first group, if it has one, must be the right answer."""
 
 
+class RecipeEnvironment(_Section, frozen=True, kw_only=True):
+    """An environment of the `verifiers` library: tasks, tools and rewards, in place of data and reward."""
+
+    name: str
+    """An installed package, or a Python file or a folder beside the recipe."""
+    arguments: dict[str, Any] = {}
+    """The settings of its taskset."""
+    python: str = ""
+    """The interpreter that has `verifiers`; that of this command unless set."""
+    tasks: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 1000
+    """The first tasks are used."""
+    max_turns: Count = 16
+    concurrent: Count = 32
+    """Episodes that are played at a time."""
+    timeout_s: Positive = 600.0
+    """Of an episode."""
+    sandbox: Literal["required", "off"] = "required"
+    memory_gib: Positive = 8.0
+    """Of each of its processes."""
+    processes: Count = 512
+
+
 class RecipeTeacher(_Section, frozen=True, kw_only=True):
     """The model to learn from. Without path, tiny and url it is on the student's server: an adapter, or the base."""
 
@@ -210,7 +251,7 @@ class RecipeDistillation(_Section, frozen=True, kw_only=True):
 class Recipe(_Section, frozen=True, kw_only=True):
     kind: RecipeKind
     model: RecipeModel = RecipeModel()
-    data: RecipeData
+    data: RecipeData = RecipeData()
     train: RecipeTraining = RecipeTraining()
     eval: RecipeEvaluation | None = None
     output: RecipeOutput = RecipeOutput()
@@ -221,6 +262,7 @@ class Recipe(_Section, frozen=True, kw_only=True):
     sampling: RecipeSampling = RecipeSampling()
     grpo: RecipeReinforcement = RecipeReinforcement()
     reward: RecipeReward = RecipeReward()
+    env: RecipeEnvironment | None = None
     teacher: RecipeTeacher = RecipeTeacher()
     distill: RecipeDistillation = RecipeDistillation()
 
@@ -242,6 +284,7 @@ _OF_KINDS: Final[Mapping[str, Collection[str]]] = {
     "sampling": ("grpo", "distill"),
     "grpo": ("grpo",),
     "reward": ("grpo",),
+    "env": ("grpo",),
     "teacher": ("distill",),
     "distill": ("distill",),
 }
@@ -250,6 +293,20 @@ _CORRECTION: Final = ("correction", "correction_level", "correction_limit")
 _ADDED: Final = (*_CORRECTION, "router_replay", "patience", "pipeline", "max_staleness")
 """Settings of `grpo` after 0.2.0, which wrote this section into the records of all kinds: runs of the others have none
 of these, so that they go on."""
+_NEW: Final = {
+    "eval": (
+        *("pass_at", "pass_samples", "pass_reward"),
+        *("tasks", "task_folder", "task_limit", "task_tokens", "task_timeout_s", "task_python"),
+    ),
+}
+"""Settings after 0.2.0 that decide nothing unless they are set: a run that began without them goes on."""
+_ELSEWHERE: Final = {
+    "server": ("url", "key_file"),
+    "teacher": ("key_file",),
+    "eval": ("task_python", "task_timeout_s"),
+    "env": ("python", "concurrent", "timeout_s", "sandbox", "memory_gib", "processes"),
+}
+"""Settings that say where and how long something runs, and decide no number."""
 
 
 def is_recipe(path: Path) -> bool:
@@ -271,8 +328,6 @@ def read_recipe(path: Path) -> Recipe:
             values[name] = _read_section(problems, name, table)
             if kind in KINDS and kind not in _OF_KINDS.get(name, KINDS):
                 problems.add((name,), f'a recipe of kind "{kind}" has no such section')
-    if "data" not in document.data:
-        problems.add(("data",), "required but not there: [data] with a path")
     problems.raise_any()
     recipe = Recipe(**values)
     for place, message in _conflicts(recipe):
@@ -293,13 +348,13 @@ def _read_section(problems: Problems, name: str, value: Any) -> msgspec.Struct |
 def _conflicts(recipe: Recipe) -> list[tuple[tuple[str, ...], str]]:
     """Settings that contradict each other."""
     model, train, evaluation, reward = recipe.model, recipe.train, recipe.eval, recipe.reward
-    found: list[tuple[tuple[str, ...], str]] = []
+    found: list[tuple[tuple[str, ...], str]] = list(_source_conflicts(recipe))
     if train.steps is not None and train.epochs is not None:
         found.append((("train", "epochs"), "steps is set too; only one of them can be meant"))
     if model.path and model.tiny:
         found.append((("model", "tiny"), "path is set too; only one of them can be meant"))
-    if evaluation is not None and bool(evaluation.path) == bool(evaluation.share):
-        found.append((("eval",), "needs a path, or a share of the data"))
+    if evaluation is not None:
+        found += _evaluation_conflicts(recipe, evaluation)
     if recipe.kind == "grpo" and reward.check == "regex" and not reward.pattern:
         found.append((("reward", "pattern"), 'required for check = "regex"'))
     if recipe.kind == "grpo" and reward.check not in ("exact", "number", "regex") and ":" not in reward.check:
@@ -329,6 +384,40 @@ def _reinforcement_conflicts(grpo: RecipeReinforcement) -> list[tuple[tuple[str,
     if grpo.max_staleness != defaults.max_staleness and grpo.pipeline not in ("bounded", "in-flight"):
         found.append((("grpo", "max_staleness"), 'only pipeline = "bounded" and "in-flight" take it'))
     return found
+
+
+def _source_conflicts(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
+    """What is learned from, and what judges it: data, or an environment."""
+    if recipe.env is None:
+        if not recipe.data.path:
+            missing = (
+                "required but not there: [data] with a path" if recipe.data == RecipeData() else "path is required"
+            )
+            yield ("data",), missing
+        return
+    if recipe.data.path:
+        yield ("data", "path"), "an environment has tasks of its own; only one of them can be meant"
+    if recipe.reward != RecipeReward():
+        yield ("reward",), "an environment has rewards of its own"
+    if recipe.sampling.stop:
+        yield ("sampling", "stop"), "the template of the model ends its turns"
+    if recipe.eval is not None and recipe.eval.path:
+        yield ("eval", "path"), "an environment has tasks of its own: set a share of them"
+
+
+def _evaluation_conflicts(recipe: Recipe, evaluation: RecipeEvaluation) -> Iterator[tuple[tuple[str, ...], str]]:
+    held_out = bool(evaluation.path) + bool(evaluation.share)
+    if held_out == 2 or not (held_out or evaluation.tasks):
+        yield ("eval",), "needs a path, or a share of the data"
+    if evaluation.patience and not held_out:
+        yield ("eval", "patience"), "is about held-out data: set a path, or a share of the data"
+    if evaluation.pass_at and not (recipe.kind == "grpo" and held_out):
+        yield ("eval", "pass_at"), 'needs kind = "grpo", whose rewards say what passes, and held-out prompts'
+    if evaluation.pass_at and 0 < evaluation.pass_samples < max(evaluation.pass_at):
+        yield ("eval", "pass_samples"), f"fewer than the largest k of pass_at, {max(evaluation.pass_at)}"
+    for task in evaluation.tasks:
+        if not _TASK.fullmatch(task):
+            yield ("eval", "tasks"), f"{task!r} is no name of a task of lm-eval"
 
 
 def _parse(path: Path) -> toml.TomlDocument:
@@ -379,9 +468,14 @@ def recipe_settings(recipe: Recipe) -> dict[str, Any]:
     # As JSON has it: what is read back from the record compares equal.
     values = msgspec.json.decode(msgspec.json.encode(recipe))
     values.pop("output")
-    for name in ("url", "key_file"):
-        values["server"].pop(name)
-    values["teacher"].pop("key_file")
+    for section, names in _ELSEWHERE.items():
+        for name in names if values[section] is not None else ():
+            values[section].pop(name)
+    for section, names in _NEW.items():
+        defaults = msgspec.json.decode(msgspec.json.encode(_SECTIONS[section]()))
+        for name in names if values[section] is not None else ():
+            if values[section].get(name) == defaults[name]:
+                values[section].pop(name)
     if recipe.kind != "grpo":
         for name in _ADDED:
             values["grpo"].pop(name)

@@ -6,10 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import comb
 from statistics import fmean, pstdev
 from typing import Final, assert_never
 
+import msgspec
+
 from strata.sdk.operations import Datum, Pass
+from strata.sdk.recipes.environment import Environment
 from strata.sdk.recipes.method import Metrics, ReadMetrics, StepContext, TrainingMethod
 from strata.sdk.recipes.pipeline import DrawStep
 from strata.sdk.recipes.recipe import Recipe, RecipeReinforcement
@@ -32,6 +36,8 @@ SMALLEST_DEVIATION: Final = 1e-6
 TOLERANCE_NATS: Final = 1e-3
 """A smaller gap is rounding, whose correction changes a weight by a thousandth. It is not corrected: what rounds
 otherwise in each run would make each run another one."""
+JUDGED: Final = "judged"
+"""In place of a step, in the seeds of the answers that say how many pass."""
 REPORTED_DECIMALS: Final = 4
 NO_SIGNAL: Final = "no_signal_share"
 """The share of the groups whose answers all earned the same: their advantages are 0, and no pass has them, unless
@@ -45,6 +51,7 @@ class ReinforcementTraining(TrainingMethod[PromptRow]):
     draw: DrawGroups
     reference: Model | None
     """The model that training began with, if moving away from it has a price."""
+    environment: Environment | None = None
     curve: str = "reward"
     judged: str = "eval_reward"
     higher_is_better: bool = True
@@ -63,7 +70,7 @@ class ReinforcementTraining(TrainingMethod[PromptRow]):
         metrics = {
             "reward": fmean(value for group in rewards for value in group),
             NO_SIGNAL: fmean(min(group) == max(group) for group in rewards),
-            "answer_tokens": fmean(len(each.sample.tokens) for each in drawn),
+            "answer_tokens": fmean(sum(branch.learned_tokens for branch in each.branches) for each in drawn),
         }
         if self.recipe.grpo.staleness:
             metrics["staleness"] = float(staleness)
@@ -72,24 +79,47 @@ class ReinforcementTraining(TrainingMethod[PromptRow]):
         advantages = [value for group in rewards for value in group_advantages(group, normalise=self._normalise)]
         earned = [value for group in rewards for value in group]
         learned = [
-            (each, advantage, reward if self.recipe.output.keep_rollouts else None)
+            (branch, advantage, reward if self.recipe.output.keep_rollouts else None)
             for each, advantage, reward in zip(drawn, advantages, earned, strict=True)
-            if each.sample.tokens and (advantage or self.reference is not None)
+            for branch in each.branches
+            if branch.learned_tokens and (advantage or self.reference is not None)
         ]
         prices = self._prices(context.model, [each for each, _, _ in learned])
         if self.reference is not None:
-            metrics["kl"] = fmean([fmean(each) for each in prices] or [0.0])
+            metrics["kl"] = fmean(
+                [each.mean(paid) for (each, _, _), paid in zip(learned, prices, strict=True)] or [0.0]
+            )
         context.model.report(**metrics)
         data = [
-            (each.datum([advantage - self.recipe.grpo.kl * price for price in paid], reward=reward), len(paid))
+            (
+                each.datum([advantage - self.recipe.grpo.kl * price for price in paid], reward=reward),
+                each.learned_tokens,
+            )
             for (each, advantage, reward), paid in zip(learned, prices, strict=True)
         ]
         passes = self._learn(context, data)
         return lambda: {**metrics, **gap_metrics([each.result().metrics for each in passes], self.recipe.grpo)}
 
     def evaluate(self, model: Model) -> Metrics:
-        answers = draw_likeliest(model.sampler().result(), self.evaluation, self.recipe.sampling)
-        return {self.judged: fmean(self.reward_of(each) for each in answers)}
+        sampler = model.sampler().result()
+        if self.environment is not None:
+            answers = self.environment.draw_likeliest(sampler, self.evaluation)
+        else:
+            answers = draw_likeliest(sampler, self.evaluation, self.recipe.sampling)
+        return {self.judged: fmean(self.reward_of(each) for each in answers), **self._pass_rates(sampler)}
+
+    def _pass_rates(self, sampler: Sampler) -> Metrics:
+        wanted = self.recipe.eval
+        if wanted is None or not wanted.pass_at:
+            return {}
+        number = wanted.pass_samples or max(wanted.pass_at)
+        if self.environment is not None:
+            groups = self.environment.draw(sampler, self.evaluation, JUDGED, number)
+        else:
+            sampling = msgspec.structs.replace(self.recipe.sampling, group_size=number)
+            groups = draw_groups(sampler, self.evaluation, sampling, self.recipe.train.seed, JUDGED)
+        passed = [sum(self.reward_of(each) >= wanted.pass_reward for each in group) for group in groups]
+        return {f"eval_pass_at_{k}": fmean(pass_rate(number, each, k) for each in passed) for k in wanted.pass_at}
 
     def stop_reason(self, steps: Sequence[Metrics]) -> str:
         patience = self.recipe.grpo.patience
@@ -114,7 +144,9 @@ class ReinforcementTraining(TrainingMethod[PromptRow]):
         return self.recipe.grpo.normalise
 
     def reward_of(self, rollout: Rollout) -> float:
-        """Rewards the answer without the text that has stopped it."""
+        """Rewards the answer without the text that has stopped it, unless its environment has rewarded it."""
+        if rollout.reward is not None:
+            return rollout.reward
         text = self.renderer.text(rollout.sample.tokens)
         return self.reward(cut_at_stop(text, self.recipe.sampling.stop), rollout.prompt.row)
 
@@ -183,6 +215,12 @@ def gap_metrics(passes: Sequence[Mapping[str, float]], grpo: RecipeReinforcement
     if grpo.loss != "importance_sampling" or grpo.correction != "none":
         metrics["limited_share"] = sum(each["clipped_tokens:sum"] for each in passes) / sum(tokens)
     return metrics
+
+
+def pass_rate(number: int, passed: int, k: int) -> float:
+    """Returns how likely one of k answers passes, when so many of a number of answers do: without bias, over all
+    choices of k of them."""
+    return 1.0 - comb(number - passed, k) / comb(number, k)
 
 
 def group_advantages(rewards: Sequence[float], *, normalise: bool) -> list[float]:

@@ -34,10 +34,33 @@ class Rollout:
 
     prompt: PromptRow
     sample: Sample
+    reward: float | None = None
+    """That of an environment; None where the recipe's own reward judges the answer."""
+    sampled: Sequence[bool] | None = None
+    """Which tokens the model has sampled; None: all of the answer. What tools and users say is among the others."""
+    others: Sequence[Rollout] = ()
+    """The other branches of its episode, where what was said before has been changed."""
 
     @property
     def tokens(self) -> list[int]:
         return [*self.prompt.tokens, *self.sample.tokens]
+
+    @property
+    def branches(self) -> Sequence[Rollout]:
+        return (self, *self.others)
+
+    @property
+    def mask(self) -> list[float]:
+        """1 for each token of the answer that is learned from, 0 for the others."""
+        return [1.0] * len(self.sample.tokens) if self.sampled is None else [float(each) for each in self.sampled]
+
+    @property
+    def learned_tokens(self) -> int:
+        return round(sum(self.mask))
+
+    def mean(self, values: Sequence[float]) -> float:
+        """The mean of values of the answer's tokens over those that are learned from."""
+        return sum(each * weight for each, weight in zip(values, self.mask, strict=True)) / max(1, self.learned_tokens)
 
     def datum(
         self, advantages: Sequence[float], logprobs: Sequence[float] | None = None, reward: float | None = None
@@ -47,20 +70,22 @@ class Rollout:
 
         No loss reads the reward: it goes along for the rollouts that a server keeps.
         """
-        before = [0.0] * (len(self.prompt.tokens) - 1)
-        tokens = self.tokens
+        before = [0.0] * len(self.prompt.tokens)
+        tokens, mask = self.tokens, self.mask
+        weighted = [weight * each for weight, each in zip(mask, advantages, strict=True)]
         return Datum(
             tokens[:-1],
             tokens[1:],
-            weights=[*before, *([1.0] * len(self.sample.tokens))],
-            advantages=[*before, *advantages],
-            logprobs=[*before, *(self.sample.logprobs if logprobs is None else logprobs)],
+            weights=[*before, *mask][1:],
+            advantages=[*before, *weighted][1:],
+            logprobs=[*before, *(self.sample.logprobs if logprobs is None else logprobs)][1:],
             more={} if reward is None else {"reward": [reward]},
         )
 
     def answer(self, values: Sequence[float]) -> list[float]:
-        """Returns those values for all targets that belong to the answer."""
-        return list(values[len(self.prompt.tokens) - 1 :])
+        """Returns those values for all targets that belong to the answer. Nothing is known of a sequence's first
+        token."""
+        return [0.0, *values][len(self.prompt.tokens) :]
 
 
 class KeptSample(msgspec.Struct, frozen=True, array_like=True):
@@ -69,15 +94,25 @@ class KeptSample(msgspec.Struct, frozen=True, array_like=True):
     logprobs: bytes
     stop_reason: str
     versions: VersionSpans = ()
+    sampled: bytes | None = None
+    """A byte for each token, 0 or 1, of an environment's episode; its reward; its other branches."""
+    reward: float | None = None
+    others: Sequence[KeptSample] = ()
 
     @classmethod
-    def of(cls, sample: Sample) -> KeptSample:
+    def of(cls, rollout: Rollout) -> KeptSample:
+        sample = rollout.sample
         tokens, logprobs = array.array("i", sample.tokens), array.array("f", sample.logprobs)
-        return cls(tokens.tobytes(), logprobs.tobytes(), sample.stop_reason, tuple(sample.versions))
+        sampled = None if rollout.sampled is None else bytes(rollout.sampled)
+        others = [cls.of(each) for each in rollout.others]
+        versions = tuple(sample.versions)
+        return cls(tokens.tobytes(), logprobs.tobytes(), sample.stop_reason, versions, sampled, rollout.reward, others)
 
-    def sample(self) -> Sample:
-        tokens, logprobs = array.array("i", self.tokens), array.array("f", self.logprobs)
-        return Sample(tokens.tolist(), logprobs.tolist(), self.stop_reason, self.versions)
+    def rollout(self, prompt: PromptRow) -> Rollout:
+        tokens, logprobs = array.array("i", self.tokens).tolist(), array.array("f", self.logprobs).tolist()
+        sampled = None if self.sampled is None else [bool(each) for each in self.sampled]
+        others = tuple(each.rollout(prompt) for each in self.others)
+        return Rollout(prompt, Sample(tokens, logprobs, self.stop_reason, self.versions), self.reward, sampled, others)
 
 
 Groups = list[list[Rollout]]
@@ -122,7 +157,7 @@ class RolloutFile:
         return self._kept.keys()
 
     def keep(self, step: int, groups: Groups, drawn_at: int) -> None:
-        line = RolloutLine(step, drawn_at, [[KeptSample.of(each.sample) for each in group] for group in groups])
+        line = RolloutLine(step, drawn_at, [[KeptSample.of(each) for each in group] for group in groups])
         with self._path.open("ab") as file:
             file.write(_encode_line(line))
         self._kept[step] = line
@@ -131,7 +166,7 @@ class RolloutFile:
         """Returns the kept answers of a step, and how many steps the weights had learned that drew them."""
         line = self._kept.pop(step)
         pairs = zip(prompts, line.groups, strict=True)
-        return [[Rollout(prompt, each.sample()) for each in group] for prompt, group in pairs], line.drawn_at
+        return [[each.rollout(prompt) for each in group] for prompt, group in pairs], line.drawn_at
 
     def clear(self) -> None:
         """Forget all answers: a saved state has what was learned from them."""

@@ -30,6 +30,8 @@ ADAPTER: Final = "adapter"
 SERVER: Final = "server"
 TEACHER_SERVER: Final = "teacher-server"
 TOKENIZER: Final = "tokenizer"
+TASKS: Final = "tasks"
+"""What lm-eval has written, by step."""
 TINY_MODEL: Final = "model"
 TINY_TEACHER: Final = "teacher-model"
 _MAX_LISTED: Final = 8

@@ -9,7 +9,7 @@ steps that had begun are the same again; those after them learn from answers of 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +27,10 @@ from strata.sdk.checkpoints import SCHEME, delete_checkpoint, fetch_adapter, imp
 from strata.sdk.recipes.batches import learning_rate, save_interval, total_steps
 from strata.sdk.recipes.method import ReadMetrics, StepContext, TrainingMethod
 from strata.sdk.recipes.pipeline import RolloutPipeline
-from strata.sdk.recipes.recipe import Recipe
+from strata.sdk.recipes.recipe import Recipe, RecipeEvaluation
 from strata.sdk.recipes.rollouts import RolloutFile
-from strata.sdk.recipes.run_folder import BestEvaluation, MetricLine, RecipeRunRecord, RunFolder
+from strata.sdk.recipes.run_folder import TASKS, TOKENIZER, BestEvaluation, MetricLine, RecipeRunRecord, RunFolder
+from strata.sdk.recipes.tasks import TaskPlace, run_tasks
 from strata.sdk.trackers.mirror import MirrorSettings, make_tracker
 from strata.sdk.trackers.port import TrackedPoint, TrackedRun, TrackerRun
 from strata.sdk.train import Future, Model, TrainingServer
@@ -40,6 +41,10 @@ AHEAD: Final = 2
 """Steps that are sent before the metrics of the first are read: the ranks never wait for the client."""
 STARTED: Final = "start"
 """Name of an adapter that a run imports to continue from."""
+EVALUATED: Final = "evaluated"
+"""Name of the weights that lm-eval samples from."""
+LONGEST_NAME: Final = 64
+"""Characters of a metric that a server takes."""
 _logger = log.get(__name__)
 
 ReportLine = Callable[[MetricLine], None]
@@ -135,7 +140,7 @@ class RecipeTrainer:
         """Trains until all steps are done, or training stops early. `report` gets the metrics of each step."""
         self._report = report
         record = self._record
-        if self._method.evaluation and not record.state:
+        if self._evaluates and not record.state:
             self._write_line(MetricLine(step=0, values=self._evaluate(0)))
         reason = self._early_stop() or self._method.stop_reason(self._steps)
         step = record.step
@@ -223,15 +228,38 @@ class RecipeTrainer:
     def _evaluation_due(self, step: int) -> bool:
         """Says whether to evaluate: after so many steps, and after the last one."""
         evaluation = self._recipe.eval
-        if not self._method.evaluation or evaluation is None:
+        if not self._evaluates or evaluation is None:
             return False
         return step % evaluation.every == 0 or step == self._record.steps
 
+    @property
+    def _evaluates(self) -> bool:
+        evaluation = self._recipe.eval
+        return bool(self._method.evaluation) or (evaluation is not None and bool(evaluation.tasks))
+
     def _evaluate(self, step: int) -> Mapping[str, float]:
-        values = self._method.evaluate(self._model)
-        self._model.report(**values)
-        self._judge(step, values[self._method.judged])
+        values: dict[str, float] = {}
+        if self._method.evaluation:
+            values |= self._method.evaluate(self._model)
+            self._model.report(**values)
+            self._judge(step, values[self._method.judged])
+        if self._recipe.eval is not None and self._recipe.eval.tasks:
+            scores = self._score_tasks(self._recipe.eval, step)
+            # The first metric of each task: a server keeps few curves of a model.
+            self._model.report(
+                **{name[:LONGEST_NAME]: value for each in scores for name, value in list(each.items())[:1]}
+            )
+            values |= {name: value for each in scores for name, value in each.items()}
         return values
+
+    def _score_tasks(self, evaluation: RecipeEvaluation, step: int) -> Sequence[Mapping[str, float]]:
+        place, folder = self._place, self._place.folder
+        path = self._model.save_for_sampling(EVALUATED, overwrite=True).result()
+        try:
+            needed = TaskPlace(place.server.calls, folder.path / TOKENIZER, place.recipe_folder)
+            return run_tasks(evaluation, needed, path, folder.path / TASKS / f"step-{step}")
+        finally:
+            self._delete(path)
 
     def _judge(self, step: int, value: float) -> None:
         """Notes whether this evaluation is the best one, whose weights are exported if training may stop early."""

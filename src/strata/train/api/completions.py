@@ -27,7 +27,7 @@ from strata.train.api.completion_replies import ChatForm, CompletionForm, Reply,
 from strata.train.api.context import ApiCall
 from strata.train.api.futures import read_sample
 from strata.train.api.rollout_turns import RolloutTurns, TurnReply, pack_tokens
-from strata.train.api.sampler_cache import abort_all
+from strata.train.api.sampler_cache import SampledSource, abort_all
 from strata.train.api.sampling import check_prompt_fits
 from strata.train.api.template_process import GrammarCheck
 from strata.train.api.text import ModelText
@@ -37,6 +37,7 @@ from strata.train.grammar import check_library
 from strata.train.status import queries, views
 from strata.train.wire import bodies, openai
 from strata.train.wire.fields import invalid_field
+from strata.train.wire.sampling import is_sampler_id
 
 MAX_BODY: Final = 4 * MIB
 MAX_RESULT_BYTES: Final = 4 << 20
@@ -52,9 +53,9 @@ SAMPLED_KINDS: Final = ("weights", "sampler_weights")
 
 @dataclass(frozen=True)
 class _Weights:
-    """What a request samples from; no saved weights are the base model."""
+    """What a request samples from."""
 
-    saved: ops.SavedWeights | None = None
+    source: SampledSource = None
     version: str = ""
 
 
@@ -104,6 +105,8 @@ async def _find_checkpoint(call: ApiCall, model: str) -> views.ModelCheckpointVi
 
 
 async def _find_weights(call: ApiCall, model: str) -> _Weights:
+    if is_sampler_id(model):
+        return _Weights(model, model)
     checkpoint = await _find_checkpoint(call, model)
     if checkpoint is not None:
         saved = ops.SavedWeights(checkpoint.run_id, checkpoint.kind, checkpoint.name)
@@ -247,7 +250,7 @@ async def complete(call: ApiCall, plan: CompletionPlan[Reply]) -> Reply | RawRep
         named = partial(msgspec.structs.replace, sampler_id=sampler_id)
         return [named(each, seq_id=next(numbers)) for each in templates]
 
-    futures = await call.context.samplers.submit(call, weights.saved, weights.version, make)
+    futures = await call.context.samplers.submit(call, weights.source, weights.version, make)
     call.shrink_reservation(sum(len(each.prompt) for each in templates))
     reply_id = form.reply_id(futures[0])
     reply = TurnReply(reply_id, form.model, weights.version, sampler, form.temperature, form.read_reply)

@@ -17,6 +17,8 @@ from strata.base.errors import Code, StrataError
 from strata.train.api.front import session_from_front
 from strata.train.core import client_commands, ops
 from strata.train.core.sampling import SampleOperation
+from strata.train.status import queries, views
+from strata.train.status.completion_log import CLIENT_BLOCK
 from strata.train.wire.sampling import sampler_id_of
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ TRIES: Final = 2
 _LOST: Final = (Code.NOT_FOUND, Code.PRECONDITION)
 """What a request for a sampler gets that was evicted, could not be opened, or is of an ended session."""
 
+SampledSource = ops.SavedWeights | str | None
+"""Saved weights, the id of a sampler that a client has opened, or the base model."""
 MakeOperations = Callable[[str, Iterator[int]], Sequence[SampleOperation]]
 """The operations of a request, from the id of its sampler and sequence numbers that are free there."""
 
@@ -53,9 +57,7 @@ class SamplerCache:
         self._tenants: dict[str, _TenantSamplers] = {}
         self._aborting: set[asyncio.Task[None]] = set()
 
-    async def submit(
-        self, call: ApiCall, weights: ops.SavedWeights | None, version: str, make: MakeOperations
-    ) -> Sequence[str]:
+    async def submit(self, call: ApiCall, weights: SampledSource, version: str, make: MakeOperations) -> Sequence[str]:
         """Submit samples from these weights; returns their futures. All of them are accepted, or none is left behind.
 
         `version` tells weights of one path apart that were saved one after the other.
@@ -89,16 +91,25 @@ class SamplerCache:
         return tenant
 
     async def _sampler(
-        self, call: ApiCall, tenant: _TenantSamplers, weights: ops.SavedWeights | None, version: str
+        self, call: ApiCall, tenant: _TenantSamplers, weights: SampledSource, version: str
     ) -> _CachedSampler:
         async with tenant.lock:
             sampler = tenant.samplers.pop(version, None)
             if sampler is None:
                 if len(tenant.samplers) >= MAX_SAMPLERS:
                     del tenant.samplers[next(iter(tenant.samplers))]
-                sampler = await _open_sampler(call, tenant, weights)
+                if isinstance(weights, str):
+                    sampler = await _join_sampler(call, weights)
+                else:
+                    sampler = await _open_sampler(call, tenant, weights)
             tenant.samplers[version] = sampler
             return sampler
+
+
+async def _join_sampler(call: ApiCall, sampler_id: str) -> _CachedSampler:
+    """Shares the sampler of a client, with numbers of its own. NOT_FOUND if it is none of the caller's."""
+    joined = await call.request(queries.JoinSampler(sampler_id), views.SamplerJoined)
+    return _CachedSampler(sampler_id, itertools.count(joined.copy * CLIENT_BLOCK))
 
 
 async def _open_sampler(call: ApiCall, tenant: _TenantSamplers, weights: ops.SavedWeights | None) -> _CachedSampler:

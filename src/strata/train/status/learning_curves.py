@@ -1,5 +1,5 @@
-"""Learning curves: the metrics of each model by optimizer step, at most 400 points of 64 models, and 8 metrics that a
-client reports.
+"""Learning curves: the metrics of each model by optimizer step, at most 400 points of 64 models, and 16 metrics that
+a client reports.
 
 A step gets the metrics of all passes since the one before, combined as their names say, and what the client reported
 since then: a reward, for example, which only the client knows. When a curve is full, each two
@@ -20,8 +20,10 @@ from strata.train.status.pass_metrics import COUNTED, TOKENS, combine_metrics
 MAX_MODELS: Final = 64
 """The models that stepped last."""
 MAX_POINTS: Final = 400
-MAX_REPORTED: Final = 8
+MAX_REPORTED: Final = 16
 """Names of metrics that the client of one model may report."""
+EVALUATION: Final = "eval_"
+"""How names of metrics of an evaluation begin."""
 MAX_UNUSED: Final = 64
 """Reports of a model whose step has not come yet."""
 
@@ -46,6 +48,8 @@ class LearningCurve(msgspec.Struct):
     """What the client measured, by the number of the operation that it was to send next."""
     names: set[str] = set()
     """Names that the client has reported."""
+    evaluation: dict[str, float] = {}
+    """The newest of those that are about an evaluation, which no step may come after."""
 
     def report(self, seq_id: int, values: Mapping[str, float]) -> None:
         """Metrics of the client for the first step from this number on. EXHAUSTED for too many names."""
@@ -53,6 +57,9 @@ class LearningCurve(msgspec.Struct):
         if len(names) > MAX_REPORTED:
             raise StrataError(Code.EXHAUSTED, f"a client reports at most {MAX_REPORTED} metrics of a model")
         self.names = names
+        self.evaluation = self.evaluation | {
+            name: value for name, value in values.items() if name.startswith(EVALUATION) and math.isfinite(value)
+        }
         self.reported = [*self.reported, (seq_id, values)][-MAX_UNUSED:]
 
     def add_pass(self, metrics: Mapping[str, float]) -> None:

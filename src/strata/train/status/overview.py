@@ -12,7 +12,7 @@ from strata.train.core.future import OperationFuture
 from strata.train.core.ops import SavedWeights, tokens_of
 from strata.train.core.replay_stops import describe_stop, stopped_models
 from strata.train.core.state import Dispatch, ModelCheckpoint, ModelRecord, TrainState, resident_models
-from strata.train.status.learning_curves import CurvePoint, LearningCurves
+from strata.train.status.learning_curves import CurvePoint, LearningCurve, LearningCurves
 from strata.train.status.reports import (
     MAX_ACTIVE_MODELS,
     OTHER_TENANTS,
@@ -130,7 +130,7 @@ def model_rows(
     models.sort(key=lambda each: each.last_request_at_s, reverse=True)
     newest = _newest_checkpoints(state)
     return [
-        _model_row(each, _last_step(curves, each.model_id), newest.get(each.model_id), gaps.get(each.model_id))
+        _model_row(each, curves.get(each.model_id), newest.get(each.model_id), gaps.get(each.model_id))
         for each in models[:MAX_ACTIVE_MODELS]
     ]
 
@@ -169,8 +169,9 @@ def high_gaps(state: TrainState, gaps: Mapping[str, GapStatus], *, own: str | No
 
 
 def _model_row(
-    model: ModelRecord, last: CurvePoint | None, checkpoint: ModelCheckpoint | None, gap: GapStatus | None
+    model: ModelRecord, curve: LearningCurve | None, checkpoint: ModelCheckpoint | None, gap: GapStatus | None
 ) -> ModelStatus:
+    last = _last_point(curve)
     return ModelStatus(
         model_id=model.model_id,
         tenant=model.tenant,
@@ -184,11 +185,11 @@ def _model_row(
         values={} if last is None else last.values,
         checkpoint=None if checkpoint is None else _checkpoint_status(checkpoint),
         gap=gap,
+        evaluation={} if curve is None else curve.evaluation,
     )
 
 
-def _last_step(curves: LearningCurves, model_id: str) -> CurvePoint | None:
-    curve = curves.get(model_id)
+def _last_point(curve: LearningCurve | None) -> CurvePoint | None:
     points = () if curve is None else curve.points()
     return points[-1] if points else None
 
@@ -219,7 +220,7 @@ def endpoint_rows(state: TrainState, curves: LearningCurves, *, own: str | None 
         for each in state.published.values():
             model = state.models.get(each.model_id)
             if name in each.endpoints and model is not None and own in (None, model.tenant):
-                last = _last_step(curves, each.model_id)
+                last = _last_point(curves.get(each.model_id))
                 published.append(
                     PublishedStatus(
                         model_id=each.model_id,

@@ -286,6 +286,8 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The newest one."""
     gap: GapStatus | None = None
     """The gap in the last pass that had tokens of the same weights; None if there was none."""
+    evaluation: Mapping[str, float] = {}
+    """The newest metrics of its client that begin with `eval_`."""
 
 
 class PublishedStatus(msgspec.Struct, frozen=True, kw_only=True):

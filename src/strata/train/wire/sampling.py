@@ -254,6 +254,10 @@ def sampler_id_of(session_id: str, number: int) -> str:
     return f"{session_id}:sample:{number}"
 
 
+def is_sampler_id(text: str) -> bool:
+    return ":sample:" in text and "/" not in text
+
+
 def completions_of(ended: views.SamplesEnded) -> SampleCompletions:
     completions = [
         SampleCompletion(state="failed", request_id=each.future_id)

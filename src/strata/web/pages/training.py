@@ -188,9 +188,9 @@ def model_plots(api: str, model: ModelStatus | None, compared: Sequence[ModelSta
         )
     if model is not None:
         # The last step may have had no tokens to compare.
-        names = {*model.values, *(() if model.gap is None else ("same_weights_gap",))}
+        names = {*model.values, *model.evaluation, *(() if model.gap is None else ("same_weights_gap",))}
         known = [name for name in FIRST if name in names]
-        for name in [*known, *sorted(set(model.values) - set(known))][:MAX_PLOTS]:
+        for name in [*known, *sorted(names - set(known))][:MAX_PLOTS]:
             yield ModelPlot(name.replace("_", " "), curve_path(api, model.model_id), name)
 
 

@@ -1,5 +1,5 @@
 """The mounts and namespaces of a job as options of bubblewrap: what it sees of its host, which devices, and what is
-hidden.
+hidden. The environment of a recipe gets the same namespaces and filter, and mounts of its own.
 
 Bubblewrap applies the options in their order, and the order is the protection: what must stay hidden is hidden after
 everything that a person may open, and only the attempt's own folder comes after that.
@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Final
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.agent.supervisor import memory_file
 
+PROGRAMS: Final = "/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/bin"
+"""Where bubblewrap and nft are found, whatever a process has in its environment."""
+_MAX_LINKS: Final = 40
 _TEMPORARY: Final = (Path("/tmp"), Path("/var/tmp"))  # noqa: S108 - hidden from jobs
 _RUN: Final = Path("/run")
 """Hidden: it has the sockets of the services of the host."""
@@ -113,11 +115,21 @@ def load_filter(program: bytes) -> Iterator[tuple[list[str], list[int]]]:
     if not program:
         yield [], []
         return
-    descriptor = memory_file("filter", program)
-    try:
-        yield ["--seccomp", str(descriptor)], [descriptor]
-    finally:
-        os.close(descriptor)
+    with os.fdopen(os.memfd_create("filter"), "w+b") as file:
+        file.write(program)
+        file.seek(0)
+        yield ["--seccomp", str(file.fileno())], [file.fileno()]
+
+
+def link_chain(path: Path) -> Iterator[Path]:
+    """The path, each one that its links name, and where they end."""
+    path = path.absolute()
+    for _ in range(_MAX_LINKS):
+        yield path
+        if not path.is_symlink():
+            break
+        path = Path(os.path.normpath(path.parent / path.readlink()))
+    yield path.resolve()
 
 
 def _system(*, gpus: bool) -> Iterator[str]:
