@@ -26,7 +26,7 @@ VERIFIERS: Final = os.environ.get("STRATA_TEST_VERIFIERS", "0.4.0")  # noqa: TID
 PAGE: Final = Path(__file__).parents[2] / "docs" / "how-to" / "train-in-an-environment.md"
 STRATA: Final = str(Path(sys.executable).with_name("strata"))
 SPY: Final = '''
-import os, pathlib, socket
+import os, pathlib
 
 GIVEN = {given}
 
@@ -37,9 +37,6 @@ def reached():
     found += [name for name, value in os.environ.items() if value == GIVEN["secret"]]
     commands = [each.read_bytes() for each in pathlib.Path("/proc").glob("[0-9]*/cmdline")]
     found += [command for command in commands if b"strata.cli.main" in command]
-    for port in GIVEN["ports"]:
-        with socket.socket() as client:
-            found += [] if client.connect_ex(("127.0.0.1", port)) else [port]
     return found
 '''
 
@@ -58,7 +55,7 @@ def write_page(folder: Path) -> None:
 
 def train(folder: Path, **more: str) -> list[dict[str, float]]:
     done = subprocess.run(
-        [STRATA, "train", "digits.toml"],
+        [STRATA, "train", "vowels.toml"],
         cwd=folder,
         env={**process_environment(), "OMP_NUM_THREADS": "1", **more},
         capture_output=True,
@@ -67,7 +64,7 @@ def train(folder: Path, **more: str) -> list[dict[str, float]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    lines = (folder / "runs" / "digits" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (folder / "runs" / "vowels" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["values"] for line in lines]
 
 
@@ -75,7 +72,7 @@ def test_a_model_learns_to_use_a_tool_in_three_turns(tmp_path: Path) -> None:
     write_page(tmp_path)
     values = train(tmp_path)
     rewards = [each["reward"] for each in values[1:]]
-    assert sum(rewards[-5:]) / 5 > 3 * sum(rewards[:5]) / 5
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
     assert values[-1]["eval_reward"] > values[0]["eval_reward"]
     assert [each["answer_tokens"] for each in values[1:]] == [3.0] * len(rewards), "three turns of one token"
 
@@ -84,26 +81,29 @@ def test_a_model_learns_to_use_a_tool_in_three_turns(tmp_path: Path) -> None:
 def test_a_hostile_tool_finds_nothing_of_the_run(tmp_path: Path, sandbox: str) -> None:
     """Without the sandbox it does: so the test can fail."""
     write_page(tmp_path)
-    recipe = (tmp_path / "digits.toml").read_text(encoding="utf-8")
-    recipe = re.sub(r"\[eval\].*", "", recipe, flags=re.DOTALL).replace("steps = 20", "steps = 1")
-    (tmp_path / "digits.toml").write_text(recipe.replace("[env]", f'[env]\nsandbox = "{sandbox}"'), encoding="utf-8")
-    run = tmp_path / "runs" / "digits"
+    recipe = (tmp_path / "vowels.toml").read_text(encoding="utf-8")
+    recipe = (
+        re.sub(r"\[eval\].*", "", recipe, flags=re.DOTALL)
+        .replace("steps = 12", "steps = 1")
+        .replace("group_size = 8", "group_size = 2")
+    )
+    (tmp_path / "vowels.toml").write_text(recipe.replace("[env]", f'[env]\nsandbox = "{sandbox}"'), encoding="utf-8")
+    run = tmp_path / "runs" / "vowels"
     given: dict[str, Any] = {
         "files": [
             str(run / "run.json"),
             str(run / "server" / "server.toml"),
-            str(tmp_path / "digits.toml"),
+            str(tmp_path / "vowels.toml"),
             "/etc/shadow",
         ],
         "secret": "a-key-of-the-person",
-        "ports": [],
     }
-    code = (tmp_path / "digits.py").read_text(encoding="utf-8")
+    code = (tmp_path / "vowels.py").read_text(encoding="utf-8")
     code = SPY.replace("{given}", repr(given)) + code.replace(
-        'return sum(is_digit((each.content or "").strip()) for each in trace.assistant_messages) / TURNS',
+        'return sum(vowels(each.content or "") > 0 for each in trace.assistant_messages) / TURNS',
         "return float(len(reached()))",
     )
     assert "len(reached())" in code
-    (tmp_path / "digits.py").write_text(code, encoding="utf-8")
+    (tmp_path / "vowels.py").write_text(code, encoding="utf-8")
     (values,) = train(tmp_path, TINKER_API_KEY=given["secret"])
     assert (values["reward"] == 0.0) == (sandbox == "required")

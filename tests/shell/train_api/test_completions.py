@@ -266,6 +266,22 @@ async def test_one_session_and_one_sampler_serve_all_requests_for_a_model(site: 
     assert (await site.bob.get("sessions"))["sessions"] == []
 
 
+async def test_a_sampler_of_a_client_is_a_model_of_its_tenant(site: Site) -> None:
+    session = (await site.alice.post("create_session", {"tags": [], "sdk_version": "test"}))["session_id"]
+    opened = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
+    sampler = (await site.alice.post("create_sampling_session", opened))["sampling_session_id"]
+    own = {"sampling_session_id": sampler, "seq_id": 0, "num_samples": 1, "sampling_params": {"max_tokens": 3}}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+    first = await site.alice.post("asample", own | {"prompt": prompt})
+    for _ in range(2):
+        reply = await site.complete({"model": sampler, "prompt": [1, 2], "max_tokens": 3})
+        assert reply["usage"]["completion_tokens"] == 3
+    assert await site.alice.post("asample", own | {"prompt": prompt}) == first, "numbers of the client's own are free"
+    for unknown in (sampler, f"{session}:sample:7"):
+        refused = await site.complete({"model": unknown, "prompt": [1], "max_tokens": 3}, site.bob, 404)
+        assert "error" in refused
+
+
 async def test_a_session_that_was_ended_is_replaced(site: Site) -> None:
     await site.complete({"prompt": [1], "max_tokens": 1})
     (session,) = (await site.alice.get("sessions"))["sessions"]
