@@ -23,11 +23,11 @@ from peft import PeftModel
 from tinker import types
 from transformers import AutoModelForCausalLM
 
-from soak.train.server import ServeOptions, ServeProcess, Victim, make_model, serving
+from soak.train.server import ServeOptions, ServeProcess, Victim, make_model, serving, until
 from strata.base.errors import StrataError
 from strata.sdk.train import Datum, Sample, TrainingServer
 from strata.train.core import facts, ops
-from strata.train.core.sampling import DrawnSequence, SampledSequence, SampleOperation, decode_result
+from strata.train.core.sampling import DrawnSequence, SampledSequence, decode_result
 from strata.train.payload import Payloads
 from tests.support.tinker_sessions import end_session
 
@@ -57,20 +57,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> AsyncIterator[ServeProcess]:
+@pytest_asyncio.fixture(loop_scope="module")
+async def server(tmp_path: Path, model: Path) -> AsyncIterator[ServeProcess]:
     options = ServeOptions(more=f"[sampling]\nslice_steps = {SLICE}\n")
-    async with serving(tmp_path_factory.mktemp("inflight") / "s", model, "real", options=options) as found:
+    async with serving(tmp_path / "s", model, "real", options=options) as found:
         yield found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client(server: ServeProcess) -> Iterator[tinker.ServiceClient]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TINKER_TELEMETRY", "0")
         service = tinker.ServiceClient(base_url=server.url, api_key=server.key)
         yield service
-        end_session(service)
     with warnings.catch_warnings(action="ignore"):
         gc.collect()
 
@@ -98,13 +97,13 @@ def draw(sampler: tinker.SamplingClient, count: int, tokens: int) -> Any:
 
 
 async def drawn_by(server: ServeProcess, model_id: str) -> Mapping[str, Sequence[SampledSequence]]:
-    """The results of the samples of a session, as they are stored."""
+    """The results of the samples of a session, as they are stored. The server has ended."""
     session, payloads = model_id.partition(":")[0], Payloads(server.settings.payloads)
     found = {}
     for fact in await server.journaled():
-        if isinstance(fact, facts.OperationFinished) and isinstance(fact.result, ops.SampleDone):
-            if fact.future_id.startswith(session):
-                found[fact.future_id] = decode_result(payloads.read(fact.result.payload)).sequences
+        result = fact.result if isinstance(fact, facts.OperationFinished) else None
+        if isinstance(result, ops.SampleDone) and fact.future_id.startswith(session):
+            found[fact.future_id] = decode_result(payloads.read(result.payload)).sequences
     return found
 
 
@@ -133,6 +132,8 @@ async def test_an_asynchronous_loop_learns_from_samples_that_change_weights_on_t
         return rewards, training._guaranteed_model_id()
 
     rewards, model_id = await asyncio.to_thread(learn)
+    await asyncio.to_thread(end_session, client)
+    await server.stop()
     results = await drawn_by(server, model_id)
     counts = [len(each.versions) for sequences in results.values() for each in sequences]
     print(f"reward {rewards[0]:.3f} to {np.mean(rewards[-3:]):.3f}; {np.mean(np.asarray(counts) > 1):.0%} of samples "
@@ -190,76 +191,85 @@ class Books:
         self.idle += [each for each in self.running if each not in fact.drawn]
 
 
+class Campaign:
+    """A client that trains and saves, others that sample, and somebody who kills."""
+
+    def __init__(self, server: ServeProcess, training: Any, saves: int, kills: int) -> None:
+        self.killed: list[Victim] = []
+        self.saved = [save(training)]
+        self._done = False
+        self._server = server
+        self._training = training
+        self._saves = saves
+        self._kills = kills
+
+    async def run(self, samples: int) -> int:
+        """Returns how many samples were drawn."""
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(samples + 8))
+        sampling = [asyncio.create_task(self._keep_sampling()) for _ in range(samples)]
+        killing = asyncio.create_task(self._keep_killing())
+        await asyncio.to_thread(self._train)
+        await killing
+        self._done = True
+        return sum(await asyncio.gather(*sampling))
+
+    def _train(self) -> None:
+        for _ in range(self._saves - 1):
+            self._training.forward_backward([datum([9, 8, 7, 6], [-1.0] * 4, 1.0)], "importance_sampling")
+            self._training.optim_step(types.AdamParams(learning_rate=2e-3))
+            self.saved.append(save(self._training))
+
+    def _sample(self) -> None:
+        (one,) = draw(self.saved[-1], 1, LONG).result(PATIENCE_S).sequences
+        assert len(one.tokens) == len(one.logprobs) == LONG
+
+    async def _keep_sampling(self) -> int:
+        count = 0
+        while not self._done:
+            await asyncio.to_thread(self._sample)
+            count += 1
+        return count
+
+    async def _keep_killing(self) -> None:
+        """Spread over the saves; each of the three in turn."""
+        for number in range(self._kills):
+            await until(lambda number=number: len(self.saved) >= (number + 1) * self._saves // (self._kills + 1))
+            victim = VICTIMS[number % len(VICTIMS)]
+            await until(lambda victim=victim: self._server.kill(victim))
+            self.killed.append(victim)
+
+
 @pytest.mark.proves(
-    "In-flight saves under running samples, and kills of ranks, orchestrator and API servers, lose no sample, draw none "
-    "twice, and let none idle for more than a slice"
+    "In-flight saves under running samples, and kills of ranks, orchestrator and API servers, lose no sample, draw "
+    "none twice, and let none idle for more than a slice"
 )
 @pytest.mark.parametrize(("saves", "samples", "kills"), [(12, 16, 3), (100, 64, 20)])
 async def test_kills_under_saves_and_running_samples_lose_and_double_nothing(
     client: tinker.ServiceClient, server: ServeProcess, saves: int, samples: int, kills: int
 ) -> None:
-    done, killed, saved = asyncio.Event(), list[Victim](), list[Any]()
     training: Any = await asyncio.to_thread(
         lambda: client.create_lora_training_client(base_model="tiny", rank=8, seed=5).result()
     )
     model_id = training._guaranteed_model_id()
-    session = model_id.partition(":")[0]
-    saved.append(await asyncio.to_thread(lambda: save(training)))
-    before = {each for each in await drawn_by(server, model_id)}
-
-    def train() -> None:
-        for _ in range(saves - 1):
-            training.forward_backward([datum([9, 8, 7, 6], [-1.0] * 4, 1.0)], "importance_sampling")
-            training.optim_step(types.AdamParams(learning_rate=2e-3))
-            saved.append(save(training))
-
-    def sample() -> int:
-        (one,) = draw(saved[-1], 1, LONG).result(PATIENCE_S).sequences
-        assert len(one.tokens) == len(one.logprobs) == LONG
-        return 1
-
-    async def keep_sampling() -> int:
-        count = 0
-        while not done.is_set():
-            count += await asyncio.to_thread(sample)
-        return count
-
-    async def keep_killing() -> None:
-        for number in range(kills):
-            # Spread over the saves; each of the three in turn.
-            while len(saved) < (number + 1) * saves // (kills + 1):
-                await asyncio.sleep(0.05)
-            victim = VICTIMS[number % len(VICTIMS)]
-            while not server.kill(victim):
-                await asyncio.sleep(0.05)
-            killed.append(victim)
-
-    loop = asyncio.get_running_loop()
-
-
-    loop.set_default_executor(ThreadPoolExecutor(samples + 8))
+    campaign = await asyncio.to_thread(Campaign, server, training, saves, kills)
     started_s = time.monotonic()
-    sampling = [asyncio.create_task(keep_sampling()) for _ in range(samples)]
-    killing = asyncio.create_task(keep_killing())
-    await asyncio.to_thread(train)
-    await killing
-    done.set()
-    count = sum(await asyncio.gather(*sampling))
+    count = await campaign.run(samples)
     took_s = time.monotonic() - started_s
-    books = Books(session)
+    await asyncio.to_thread(end_session, client)
+    await server.stop()
+    books = Books(model_id.partition(":")[0])
     for fact in await server.journaled():
         books.take(fact)
-    results = {key: each for key, each in (await drawn_by(server, model_id)).items() if key not in before}
+    results = await drawn_by(server, model_id)
     for future_id, (sequence,) in results.items():
         durable = books.durable.get(future_id, DrawnSequence())
         assert sequence.tokens.startswith(durable.tokens), "what was durable was drawn again"
         assert sequence.logprobs.startswith(durable.logprobs)
         assert len(sequence.tokens) == 4 * LONG
     several = np.mean([len({span.version for span in each.versions}) for (each,) in results.values()])
-    print(f"{len(saved)} saves, {count} samples, {len(killed)} kills in {took_s:.0f} s: {books.resumed} resumed, "
+    print(f"{saves} saves, {count} samples, {campaign.killed} killed in {took_s:.0f} s: {books.resumed} resumed, "
           f"{several:.1f} versions a sample, {books.most_between} dispatches between two slices")  # fmt: skip
-    assert len(killed) == kills
-    assert len(saved) == saves
+    assert (len(campaign.killed), len(campaign.saved)) == (kills, saves)
     assert count == len(results)
     assert not [each for each in books.ended.values() if isinstance(each, ops.Failed)]
     assert books.resumed > 0

@@ -176,9 +176,7 @@ class Model:
         def read(sampler_id: str) -> Sampler:
             return Sampler(self._server, sampler_id)
 
-        return self._submit(
-            lambda seq: copy_for_sampler_operation(self.model_id, seq, number, read, inflight=inflight)
-        )
+        return self._submit(lambda seq: copy_for_sampler_operation(self.model_id, seq, number, read, inflight=inflight))
 
     def save_for_sampling(self, name: str, *, overwrite: bool = False) -> Future[str]:
         """Save weights alone; the result is the path to sample from, as in `TrainingServer.sampler(path=…)`."""

@@ -1,4 +1,4 @@
-"""In-flight samplers in the core: weights that are shared, tokens that are durable with each slice, bounded staleness."""
+"""In-flight samplers in the core: shared weights, tokens that are durable with each slice, bounded staleness."""
 
 from __future__ import annotations
 
@@ -125,17 +125,16 @@ def test_a_sample_that_becomes_too_stale_is_cancelled_at_the_save() -> None:
     server = InFlight()
     sampler = server.save(1)
     unbounded, never, once = (server.sample(sampler, number, bound) for number, bound in enumerate((None, 0, 1)))
+    server.sliced({each: [part(0, 2, 1)] for each in (unbounded, never, once)})
     server.save(2)
-    parts = {each: [part(0, 2, 2)] for each in (unbounded, never, once)}
-    server.sliced(parts)
-    server.save(3)
     result = server.result(never)
     assert isinstance(result, ops.Failed)
     assert result.category == "cancelled"
     assert "max_staleness is 0" in result.message
     assert server.state.cancelled_samples == {never}
+    server.sliced({})
     server.restart()
-    server.save(4)
+    server.save(3)
     assert isinstance(server.result(once), ops.Failed)
     assert list(server.state.sampling) == [unbounded]
 
@@ -168,8 +167,8 @@ def test_the_shared_weights_go_with_the_last_sampler_that_has_them() -> None:
     server.finish(evicting)
     server.accept(ops.SaveSampler(MODEL, 4, f"session-{TENANT}:sample:4"))
     last = server.next()
-    assert evicting.close == (f"session-{TENANT}:sample:1",)
-    assert last.close == (f"session-{TENANT}:sample:2", WEIGHTS)
+    assert [*evicting.close] == [f"session-{TENANT}:sample:1"]
+    assert [*last.close] == [f"session-{TENANT}:sample:2", WEIGHTS]
 
 
 def test_a_full_fine_tune_has_no_inflight_samplers() -> None:
@@ -192,7 +191,7 @@ def test_engines_of_the_server_get_nothing_of_an_inflight_save() -> None:
     server.finish(saving)
     assert server.state.pushes == {}
     future_id = server.sample(f"session-{TENANT}:sample:1")
-    assert server.next().future_ids == (future_id,)
+    assert [*server.next().future_ids] == [future_id]
 
 
 def test_saves_and_steps_do_not_keep_a_sample_from_its_slices() -> None:
@@ -217,7 +216,7 @@ def test_saves_and_steps_do_not_keep_a_sample_from_its_slices() -> None:
 def test_spans_of_one_version_are_one_unless_the_cache_was_computed_again() -> None:
     spans = add_span(add_span((), VersionSpan(1, 2)), VersionSpan(1, 3))
     spans = add_span(add_span(spans, VersionSpan(1, 1, recomputed=True)), VersionSpan(1, 4))
-    assert add_span(spans, VersionSpan(2, 1)) == (VersionSpan(1, 5), VersionSpan(1, 5, True), VersionSpan(2, 1))  # noqa: FBT003
+    assert add_span(spans, VersionSpan(2, 1)) == (VersionSpan(1, 5), VersionSpan(1, 5, True), VersionSpan(2, 1))
 
 
 def test_what_was_drawn_in_two_slices_has_the_likeliest_tokens_of_both() -> None:

@@ -1,5 +1,5 @@
-"""In-flight samplers on the ranks: every token is checked against unmodified transformers, which computes what the spans
-of versions say: with `past_key_values` and weights that change at the recorded boundaries, or from the first token."""
+"""In-flight samplers on the ranks: every token is checked against unmodified transformers, which computes what the
+spans of versions say: with `past_key_values` and weights that change at the recorded boundaries, or all over again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class InFlight(Stage):
         self._recompute = recompute
 
     def publish(self, version: int) -> None:
-        adapter = self.adapter(version, LoraConfig(rank=4))
+        adapter = self.adapter(version, LoraConfig(rank=4), size=0.08)
         self.sampler.publish(WEIGHTS, adapter, version, recompute=self._recompute)
         self.references[version] = Reference.load(self._path, adapter).model
 
@@ -96,9 +96,7 @@ def test_every_token_is_that_of_the_versions_that_its_spans_name(
         stage.publish(version)
         if not stage.draw(4):
             break
-    distances = [
-        check(stage, sample, sequence) for key, sample in samples.items() for sequence in stage.result(key)
-    ]
+    distances = [check(stage, sample, sequence) for key, sample in samples.items() for sequence in stage.result(key)]
     print(f"largest distance {max(distances):.2e} nats")
     longest = stage.result("90")[0].versions
     assert [span.version for span in longest] == [*range(1, len(longest) + 1)]
@@ -137,7 +135,7 @@ def test_new_ranks_go_on_at_the_next_token_with_the_newest_version(
             before = durable[key][index]
             assert sequence.tokens.startswith(before.tokens)
             assert [span.version for span in sequence.versions] == [1, 2, 5]
-            assert [span.tokens for span in sequence.versions][:2] == [7, 7]
+            assert sequence.versions[:2] == before.versions
             assert sequence.versions[2].recomputed
     outcome = again.outcomes["some"]
     assert isinstance(outcome, SampleResult)
@@ -229,7 +227,7 @@ def test_a_stop_string_that_begins_before_a_swap_is_found_after_it(
         pass
     decode = stage.sampler._validator.decoder()
     tokens = tokens_in(stage.result("plain")[0])
-    text = decode(tokens[5:7])
+    text = decode(tokens[:7])[len(decode(tokens[:5])) :]
     again = InFlight(llama, ranks, models / "llama")
     again.publish(1)
     sample = ask(prompt_of(8, 10), "s:sample:1", max_tokens=24, temperature=0.0, end_tokens=False, stop_strings=(text,))

@@ -43,6 +43,8 @@ class Audit:
         self.given_up: dict[int, str] = {}
         self.drawn: dict[str, DrawnSequence] = {}
         """What is durable of in-flight samples."""
+        self.resumed: dict[str, set[int]] = {}
+        """How many tokens of an in-flight sample were durable when ranks were told of it again."""
         self.saves: dict[str, int] = {}
         """In-flight saves that ended since the first durable token of each."""
         self._published: dict[str, list[tuple[int, int]]] = {}
@@ -97,9 +99,9 @@ class Audit:
         """The model whose in-flight weights it is drawn from; empty: its weights never change."""
         for each in self.accepted.values():
             save = each.operation
-            if isinstance(save, ops.SaveSampler) and save.inflight and isinstance(sample, SampleOperation):
-                if save.sampler_id == sample.sampler_id:
-                    return save.model_id
+            is_inflight = isinstance(save, ops.SaveSampler) and save.inflight
+            if is_inflight and isinstance(sample, SampleOperation) and save.sampler_id == sample.sampler_id:
+                return save.model_id
         return ""
 
     def _draw(self, fact: facts.SliceEnded) -> None:
@@ -110,7 +112,9 @@ class Audit:
                     self._world.violated(f"{future_id} has {known.length} tokens, and {part.start} are before the next")
                 newest = [version for number, version in self._published_by(future_id) if number < fact.number][-1:]
                 if [span.version for span in part.added.versions] != newest:
-                    self._world.violated(f"slice {fact.number} drew {future_id} with {part.added.versions}, not {newest}")
+                    self._world.violated(
+                        f"slice {fact.number} drew {future_id} with {part.added.versions}, not {newest}"
+                    )
                 self.drawn[future_id] = known.plus(part.added)
                 self.saves.setdefault(future_id, 0)
 
@@ -197,6 +201,8 @@ class Audit:
             self.number_of[future_id] = fact.number
         if fact.slice is not None:
             self._sampling.update(fact.future_ids)
+            for future_id in self.drawn.keys() & set(fact.future_ids):
+                self.resumed.setdefault(future_id, set()).add(self.drawn[future_id].length)
         if fact.slice is not None or not fact.future_ids:
             return
         # The others go along in the same pass and take no time of anybody's.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import msgspec
@@ -164,10 +165,8 @@ class ExpectedState:
                 self._now[model_id] = chain.loaded(saved, optimizer=operation.optimizer)
                 return ops.WeightsLoaded(f"tinker://{operation.run_id}/{operation.kind}/{operation.name}")
             case ops.SaveSampler():
-                self._samplers[operation.sampler_id] = now
-                if operation.inflight:
-                    self._versions[model_id, operation.seq_id] = now
-                    self._oldest[operation.sampler_id] = operation.seq_id
+                self._samplers[operation.sampler_id] = self._versions[model_id, operation.seq_id] = now
+                self._oldest[operation.sampler_id] = operation.seq_id
                 return ops.SamplerOpened(operation.sampler_id)
             case ops.MalformedOperation():
                 return ops.Failed("user", operation.message)
@@ -210,7 +209,10 @@ class ExpectedState:
         durable = self.audit.drawn.get(future_id, DrawnSequence())
         size = len(durable.tokens)
         known = [span.version for span in durable.versions for _ in range(span.tokens)]
-        if got.tokens[:size] != durable.tokens or versions[: len(known)] != known:
+        begins = [0, *itertools.accumulate(span.tokens for span in got.versions)]
+        resumed = {place for place, span in zip(begins, got.versions, strict=False) if span.recomputed}
+        as_durable = got.tokens[:size] == durable.tokens and versions[: len(known)] == known
+        if not as_durable or resumed != self.audit.resumed.get(future_id, set()):
             return f"{future_id} was drawn again, although {durable.length} tokens of it were durable"
         if self._too_stale(future_id, sample):
             return f"{future_id} ended after {self.audit.saves[future_id]} saves"

@@ -165,7 +165,11 @@ def _sampler_obstacle(state: TrainState, operation: ops.SaveSampler | ops.OpenSa
         return f"there is no session {sampler.session_id!r}"
     if session.finished is not None:
         return f"session {session.session_id!r} is finished"
-    if isinstance(operation, ops.SaveSampler) and operation.inflight and state.models[operation.model_id].create.lora is None:
+    if (
+        isinstance(operation, ops.SaveSampler)
+        and operation.inflight
+        and state.models[operation.model_id].create.lora is None
+    ):
         return inflight.ONLY_ADAPTERS
     if sampling_slices.samplers_to_evict(state) is None:
         return f"all {state.rules.max_samplers} samplers are being asked for samples; none can make room"

@@ -143,8 +143,8 @@ class SliceEnded(_Fact, frozen=True, omit_defaults=True):
 
 
 class RanksRenewed(_Fact, frozen=True, omit_defaults=True):
-    """Another group of ranks attached: the KV cache of the one before is lost, and its samples start again, or go on from
-    what is durable of them."""
+    """Another group of ranks attached: the KV cache of the one before is lost, and its samples start again, or go on
+    from what is durable of them."""
 
     group: str
     numerics: RankNumerics | None = None

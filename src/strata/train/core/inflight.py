@@ -1,5 +1,5 @@
-"""In-flight samplers: the weights that those of a model share, what is durable of their running samples, when a sample is
-too stale, and which shared weights nobody samples from any more.
+"""In-flight samplers: the weights that those of a model share, what is durable of their running samples, when a sample
+is too stale, and which shared weights no sampler has any more.
 
 A version is the sequence number of the save that published it. The ranks replace the weights between two slices, in the
 order of the operations of the model, so every slice draws with one version. At the end of a slice its tokens become

@@ -2,8 +2,8 @@
 probabilities, slices; and the largest result (64 MiB).
 
 The ranks keep running sequences and their KV cache between two slices. A `SamplingSlice` adds new requests, removes
-cancelled ones, and lets the ranks decode so many tokens; its reply has the samples that ended, and what it added to those of in-flight samplers.
-So training runs between two slices, and nothing has to be polled.
+cancelled ones, and lets the ranks decode so many tokens; its reply has the samples that ended, and what it added to
+those of in-flight samplers. So training runs between two slices, and nothing has to be polled.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class SampleOperation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
     stream: bool = False
     """A client reads the tokens while they are sampled: each is reported as a `SampledPart`."""
     max_staleness: int | msgspec.UnsetType = msgspec.UNSET
-    """So many in-flight saves may end after its first durable token while it runs; the next one cancels it. Unset, it is
-    not stored, and the digest of the request is what earlier versions computed."""
+    """So many in-flight saves may end after its first durable token while it runs; the next one cancels it. Unset, it
+    is not stored, and the digest of the request is what earlier versions computed."""
 
     @property
     def wants_prompt(self) -> bool:

@@ -2,8 +2,8 @@
 by tenant), what its end does, and which sampler is evicted. Types are in `sampling`, numbers in `state.Rules`.
 
 One sampling slice is in flight at a time, and slices alternate with training dispatches. A slice changes no model, so
-it is never replayed: the running samples of a lost group start again on the next one, and those of in-flight samplers go
-on there from what is durable of them (`inflight`).
+it is never replayed: the running samples of a lost group start again on the next one, and those of in-flight samplers
+go on there from what is durable of them (`inflight`).
 """
 
 from __future__ import annotations

@@ -141,8 +141,8 @@ class RolloutRecorder:
         return ComputedPass(operation, result.payload, changed.get(model.model_id, 0), model.tenant, keep)
 
     def _version_of(self, sampler: SamplerState | None, state: TrainState) -> WeightsVersion | None:
-        """None for the base, for weights that were imported, and where it is not known any more. The samples of an in-flight
-        sampler say it themselves."""
+        """None for the base, for weights that were imported, and where it is not known any more. The samples of an
+        in-flight sampler say it themselves."""
         if sampler is not None and sampler.inflight:
             return WeightsVersion(sampler.inflight, 0)
         if sampler is None or sampler.model_path is None:

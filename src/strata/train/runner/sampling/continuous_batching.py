@@ -2,8 +2,8 @@
 ended ones.
 
 A step is at most one prefill, over the prompts of the sequences that were admitted, the refill of those that go on
-without keys and values of the present weights, and one decode, over a single token of every running sequence. What belongs to the rows of a decode is rebuilt when a sequence joins or leaves, not with
-every token.
+without keys and values of the present weights, and one decode, over a single token of every running sequence. What
+belongs to the rows of a decode is rebuilt when a sequence joins or leaves, not with every token.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ stay as they are between two time slices.
 
 The weights of an open sampler never change, whatever is trained meanwhile, unless it is in flight. They are the base
 itself, a copy of an adapter, or in full fine-tuning a copy of the full model. The in-flight samplers of a model share a
-copy of its adapter, which another one replaces between two slices. Each rank holds its shards of the full model, and of an
-adapter all but the experts that other ranks hold.
+copy of its adapter, which another one replaces between two slices. Each rank holds its shards of the full model, and of
+an adapter all but the experts that other ranks hold.
 The live weights of a full fine-tune are never sampled from: a sequence that began before an optimizer step would be
 continued by another model after it.
 """
@@ -80,7 +80,7 @@ class SamplingEngine:
         self._samplers.open_full(sampler_id, parameters)
 
     def publish(self, weights: str, adapter: Adapter, version: int, *, recompute: bool) -> None:
-        """Let in-flight samplers sample from a copy of the adapter as it is now. Running samples of theirs go on with it;
+        """Let in-flight samplers sample from a copy of the adapter as it is now. Their running samples go on with it;
         with `recompute` after their keys and values were computed again."""
         self.check_architecture()
         if weights not in self._samplers and self._ranks.is_rank0:
@@ -172,8 +172,8 @@ class SamplingEngine:
         self._batches[key].add(group, added.indices)
 
     def entries(self) -> Iterator[tuple[str, Adapter | None, Mapping[str, torch.Tensor] | None, int | None]]:
-        """Every sampler with its adapter, or its full model, or neither if it samples from the base; and its version, if
-        it stands for in-flight weights."""
+        """Every sampler with its adapter, or its full model, or neither if it samples from the base; and the version of
+        in-flight weights."""
         yield from self._samplers.entries()
 
     def check_architecture(self) -> None:

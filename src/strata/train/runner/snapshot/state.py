@@ -73,9 +73,7 @@ class SamplerTensors:
     @property
     def manifest_entry(self) -> SnapshotSampler:
         if self.adapter is not None:
-            return SnapshotSampler(
-                self.sampler_id, "adapter", self.adapter.config, self.adapter.layout, self.version
-            )
+            return SnapshotSampler(self.sampler_id, "adapter", self.adapter.config, self.adapter.layout, self.version)
         return SnapshotSampler(self.sampler_id, "base" if self.full is None else "whole")
 
     def own(self) -> Iterator[OwnTensor]:
