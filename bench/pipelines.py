@@ -4,8 +4,8 @@ The recipe of examples/recipes/grpo.toml, whose answers are digits of sums, thro
 built-in sampler, three seeds for each pipeline. The pipelines take turns, seed by seed. Bare is the same run with
 `pipeline = "synchronous"`.
 
-- `pipelines.one-step-off`, `pipelines.bounded`, `pipelines.in-flight`: steps in a minute, from the end of the first
-  one to that of the last.
+- `pipelines.one-step-off`, `pipelines.bounded`, `pipelines.in-flight`: steps in a minute, from the third one to the
+  last; `bounded` and `in-flight` with `max_staleness = 2`, the default.
 - `….drawing`: the share of this time in which at least one sample request is outstanding.
 - `….reward`: the mean reward of the last quarter of the steps, seed by seed.
 - `pipelines.waiting.…`: steps in a minute if a reward takes a while, as one that runs a program or calls a service.
@@ -53,9 +53,11 @@ SYNCHRONOUS: Final = "synchronous"
 PIPELINES: Final = {
     SYNCHRONOUS: RecipeReinforcement(),
     "one-step-off": RecipeReinforcement(pipeline="one-step-off"),
-    "bounded": RecipeReinforcement(pipeline="bounded", max_staleness=4),
-    "in-flight": RecipeReinforcement(pipeline="in-flight", max_staleness=4),
+    "bounded": RecipeReinforcement(pipeline="bounded"),
+    "in-flight": RecipeReinforcement(pipeline="in-flight"),
 }
+FILLED: Final = max(each.staleness for each in PIPELINES.values())
+"""Steps until each pipeline draws one step for each that learns; before that the first weights draw several."""
 REWARD_S: Final = 0.002
 """What a reward takes that is waited for."""
 SETTINGS: Final = """
@@ -78,8 +80,9 @@ class Turns:
     waiting_steps: int
 
 
-QUICK: Final = Turns(seeds=(1,), steps=6, waiting_steps=3)
-LONG: Final = Turns(seeds=(1, 2, 3), steps=40, waiting_steps=12)
+QUICK: Final = Turns(seeds=(1,), steps=8, waiting_steps=6)
+LONG: Final = Turns(seeds=(1, 2, 3), steps=18, waiting_steps=10)
+"""Later steps have nothing to learn: all answers to a prompt are the same by then."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +128,9 @@ async def run(report: Report, *, quick: bool) -> None:
                 # Each goes first as often as the others.
                 order = [*PIPELINES][seed % len(PIPELINES) :] + [*PIPELINES][: seed % len(PIPELINES)]
                 for name in order:
-                    report.progress(f"{name}, seed {seed}, {turns.steps} steps")
                     recipe = recipe_of(name, seed, turns.steps)
                     found[name].append(await asyncio.to_thread(train, server, folder, recipe, 0.0))
+                    report.progress(f"{name}, seed {seed}, {turns.steps} steps: {found[name][-1]}")
             add_runs(report, "pipelines", found)
             waiting = {
                 name: [
@@ -188,10 +191,10 @@ def train(server: Server, folder: Path, recipe: Recipe, reward_s: float) -> Time
         timed = replace(method, draw=draws, reward=slowed(method.reward, reward_s))
         record = plan_steps(place, recipe, timed, prepared.left_out, record)
         RecipeTrainer(place, recipe, timed, record).run(lambda line: lines.append((perf_counter(), line)))
-    (first, _), (last, _) = lines[0], lines[-1]
+    (first, _), (last, _) = lines[FILLED], lines[-1]
     values = [line.values for _, line in lines]
     return TimedRun(
-        steps_per_minute=60 * (len(lines) - 1) / (last - first),
+        steps_per_minute=60 * (len(lines) - 1 - FILLED) / (last - first),
         drawing=draws.share(first, last),
         reward=fmean(each["reward"] for each in values[-max(1, len(values) // 4) :]),
         staleness=fmean(each.get("staleness", 0.0) for each in values),

@@ -57,20 +57,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> AsyncIterator[ServeProcess]:
+@pytest_asyncio.fixture(loop_scope="module")
+async def server(tmp_path: Path, model: Path) -> AsyncIterator[ServeProcess]:
     options = ServeOptions(more=f"[sampling]\nslice_steps = {SLICE}\n")
-    async with serving(tmp_path_factory.mktemp("inflight") / "s", model, "real", options=options) as found:
+    async with serving(tmp_path / "s", model, "real", options=options) as found:
         yield found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client(server: ServeProcess) -> Iterator[tinker.ServiceClient]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TINKER_TELEMETRY", "0")
         service = tinker.ServiceClient(base_url=server.url, api_key=server.key)
         yield service
-        end_session(service)
     with warnings.catch_warnings(action="ignore"):
         gc.collect()
 
@@ -98,7 +97,7 @@ def draw(sampler: tinker.SamplingClient, count: int, tokens: int) -> Any:
 
 
 async def drawn_by(server: ServeProcess, model_id: str) -> Mapping[str, Sequence[SampledSequence]]:
-    """The results of the samples of a session, as they are stored."""
+    """The results of the samples of a session, as they are stored. The server has ended."""
     session, payloads = model_id.partition(":")[0], Payloads(server.settings.payloads)
     found = {}
     for fact in await server.journaled():
@@ -133,6 +132,8 @@ async def test_an_asynchronous_loop_learns_from_samples_that_change_weights_on_t
         return rewards, training._guaranteed_model_id()
 
     rewards, model_id = await asyncio.to_thread(learn)
+    await asyncio.to_thread(end_session, client)
+    await server.stop()
     results = await drawn_by(server, model_id)
     counts = [len(each.versions) for sequences in results.values() for each in sequences]
     print(f"reward {rewards[0]:.3f} to {np.mean(rewards[-3:]):.3f}; {np.mean(np.asarray(counts) > 1):.0%} of samples "
@@ -250,15 +251,16 @@ async def test_kills_under_saves_and_running_samples_lose_and_double_nothing(
         lambda: client.create_lora_training_client(base_model="tiny", rank=8, seed=5).result()
     )
     model_id = training._guaranteed_model_id()
-    before = set(await drawn_by(server, model_id))
     campaign = await asyncio.to_thread(Campaign, server, training, saves, kills)
     started_s = time.monotonic()
     count = await campaign.run(samples)
     took_s = time.monotonic() - started_s
+    await asyncio.to_thread(end_session, client)
+    await server.stop()
     books = Books(model_id.partition(":")[0])
     for fact in await server.journaled():
         books.take(fact)
-    results = {key: each for key, each in (await drawn_by(server, model_id)).items() if key not in before}
+    results = await drawn_by(server, model_id)
     for future_id, (sequence,) in results.items():
         durable = books.durable.get(future_id, DrawnSequence())
         assert sequence.tokens.startswith(durable.tokens), "what was durable was drawn again"

@@ -83,6 +83,16 @@ def test_patience_ends() -> None:
     assert sum(network.pauses_s) >= RETRY_FOR_S
 
 
+def test_a_client_that_another_thread_closes_asks_no_more() -> None:
+    network = Replies(busy(), httpx.Response(200))
+    http = httpx.Client(base_url="http://server", transport=httpx.MockTransport(network._reply))
+    calls = ServerCalls(http, sleep=lambda _: http.close(), chance=lambda: 0.0)
+    with pytest.raises(StrataError, match="is closed") as raised:
+        calls.send(SEND)
+    assert raised.value.code is Code.PRECONDITION
+    assert len(network.sent) == 1
+
+
 def test_a_result_is_asked_for_until_it_is_there() -> None:
     waiting = {"type": "try_again", "queue_state_reason": "2nd in queue"}
     network = Replies(

@@ -181,6 +181,8 @@ SHOWN_BY = {
     "running operations can be cancelled": 16,
     "results expire before their TTL": 1,
     "samples of lost ranks are not started again": 21,
+    "in-flight samples do not wait for the save of their sampler": 3,
+    "samples that became too stale run on": 10,
 }
 """The first seed that showed it when it was looked for last; 0 for the others."""
 
