@@ -212,7 +212,7 @@ def _reaches_engines(state: TrainState, path: str) -> bool:
 
 
 def _engines_draw_at(params: SampleParams) -> bool:
-    """Says whether engines draw with these numbers. What is no temperature or share the ranks reject with the reason."""
+    """Says whether engines draw with these numbers. The ranks reject with the reason what is no temperature or share."""
     is_drawn = params.is_greedy or params.temperature >= LOWEST_TEMPERATURE
     return is_drawn and 0 <= params.temperature < math.inf and 0 < params.top_p <= 1
 
