@@ -213,7 +213,7 @@ def _reaches_engines(state: TrainState, path: str) -> bool:
 
 
 def _engines_draw_at(params: SampleParams) -> bool:
-    """What is no temperature and no share is for the ranks, which reject it with the reason."""
+    """Says whether engines draw with these numbers. The ranks reject with the reason what is no temperature or share."""
     if params.shapes_logits or params.min_p:
         return False
     is_drawn = params.is_greedy or params.temperature >= LOWEST_TEMPERATURE
