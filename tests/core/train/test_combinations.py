@@ -32,6 +32,7 @@ USES: Final[dict[str, dict[str, Any]]] = {
     "model.offload": {"offload": True},
     "inference.engine": {"engine": "vllm"},
     "sampling": {"samples": True},
+    "images": {"images": True},
     "a memory plan": {"is_planned": True},
     "the optimizer muon": {"optimizer": "muon"},
     "quantised files": {"config": {"model_type": "qwen3", "quantization_config": {"bits": 4}}},

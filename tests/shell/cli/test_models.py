@@ -127,7 +127,7 @@ def test_what_is_trained_of_a_model_that_also_takes_images_is_said_in_words(cli:
 
     said = checked("gemma3")
     assert "gemma3: supported" in said
-    assert "it is trained on text alone, and its vision_tower never" in said
+    assert "it is trained on text alone, and its vision_tower never: gemma3 takes no images here" in said
     assert "no test has trained it" in checked("blt", status=2)
     assert "qwen2_5_vl: supported" in checked("qwen2_5_vl")
     assert "qwen3_5: experimental" in checked("qwen3_5")
