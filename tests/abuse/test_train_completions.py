@@ -11,7 +11,13 @@ from typing import Any, Final
 
 import pytest
 
-from strata.train.api.template_process import ChatRendering, RenderedChat, TemplateRenderer, render_once
+from strata.train.api.template_process import (
+    ChatRendering,
+    GrammarCheck,
+    RenderedChat,
+    TemplateRenderer,
+    render_once,
+)
 from strata.train.api.text import ModelText
 from strata.train.runner.model.tiny import train_tokenizer
 from tests.shell.train_api.test_completions import CHAT, Site, rendered, site_in
@@ -40,9 +46,10 @@ async def refuse(site: Site, path: str, content: bytes, status: int = 400) -> st
 @pytest.mark.attack(AREA, "numbers that are none, too large or of another kind, in every parameter")
 async def test_hostile_numbers_are_refused(site: Site, tries: Tries) -> None:
     sizes = ("-1", "1e400", "NaN", "Infinity", "-Infinity", "18446744073709551616", "1" * 400, '"1"', "[]", "{}")
-    for name in ("n", "max_tokens", "temperature", "top_p", "top_k", "seed", "logprobs", "frequency_penalty"):
+    names = ("n", "max_tokens", "temperature", "top_p", "top_k", "seed", "logprobs", "frequency_penalty")
+    for name in (*names, "presence_penalty", "repetition_penalty", "min_p"):
         for number in sizes:
-            if (name, number) in (("top_k", "-1"), ("seed", "-1")):
+            if (name, number) in (("top_k", "-1"), ("seed", "-1"), *((each, "-1") for each in PENALTIES)):
                 continue
             tries(1)
             await refuse(site, TEXT, f'{{"model": "{BASE}", "prompt": "x", "{name}": {number}}}'.encode())
@@ -79,6 +86,98 @@ async def test_hostile_sizes_are_refused(site: Site, tries: Tries) -> None:
     ):
         tries(1)
         await refuse(site, path, content, status)
+
+
+PENALTIES: Final = ("frequency_penalty", "presence_penalty")
+
+
+@pytest.mark.attack(AREA, "biases without end, of what is no token, or no number; prompts that are no tokens")
+async def test_hostile_biases_and_tokens_are_refused(site: Site, tries: Tries) -> None:
+    for more in (
+        {"logit_bias": {str(token): 1 for token in range(1025)}},
+        *({"logit_bias": {key: 1}} for key in ("-1", "1e3", "9" * 5000, "", "NaN", "٣")),
+        *({"logit_bias": {"1": value}} for value in (101, -1e9, "1", None, [])),
+    ):
+        tries(1)
+        await refuse(site, TEXT, json.dumps({"model": BASE, "prompt": "x", **more}).encode())
+    for tokens, status in (([-1], 400), ([2**31], 400), (["1"], 400), ("1", 400), ([1] * 40_000, 400), ([[1]], 400)):
+        tries(1)
+        body = {"model": BASE, "messages": CHAT, "prompt_token_ids": tokens}
+        await refuse(site, TALK, json.dumps(body).encode(), status)
+
+
+def nested(depth: int) -> Any:
+    schema: Any = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+HOSTILE_SCHEMAS: Final[dict[str, tuple[Any, bool]]] = {
+    "repetition": ({"type": "string", "pattern": "^(a{1,5000}){1,5000}$"}, False),
+    "groups": ({"type": "string", "pattern": "(" * 2000 + "a" + ")*" * 2000}, True),
+    "states": ({"type": "string", "pattern": "(.*a){30}.{30}"}, False),
+    "intersection": ({"allOf": [{"type": "string", "pattern": f".*{each}.{{20}}"} for each in "abcdefghij"]}, True),
+    "product": (
+        {"allOf": [{"anyOf": [{"properties": {f"{a}{b}": {}}} for b in range(8)]} for a in range(12)]},
+        True,
+    ),
+    "deep": (nested(20), False),
+    "itself": ({"$ref": "#"}, False),
+    "a circle": ({"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}, False),
+    "a file": ({"$ref": "file:///etc/passwd"}, True),
+    "an address": ({"$ref": "http://127.0.0.1:1/x"}, True),
+    "another type": ({"type": "color"}, True),
+    "another keyword": ({"type": "string", "format": "no such", "not": {"type": "string"}}, True),
+    "long": ({"enum": ["x" * 1000] * 100}, True),
+    "many items": ({"type": "array", "minItems": 10**9}, False),
+}
+"""Schemas, and whether they are refused. The others are accepted because their grammar is small; the limits of a step
+hold where they are sampled."""
+
+
+@pytest.mark.attack(AREA, "schemas that explode, never end, or name a file or an address")
+async def test_hostile_schemas_are_refused_or_cheap_and_hold_up_no_chat(site: Site, tries: Tries) -> None:
+    for name, (schema, refused) in HOSTILE_SCHEMAS.items():
+        tries(2)
+        formatted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        tool = {"type": "function", "function": {"name": "x", "parameters": schema}}
+        # The arguments of a call are an object, whatever its schema says of texts.
+        bodies = (({"response_format": formatted}, refused), ({"tools": [tool], "tool_choice": "required"}, None))
+        for body, is_refused in bodies:
+            sent = {"model": BASE, "messages": CHAT, "max_tokens": 1, **body}
+            reply = await site.alice.send("POST", TALK, json=sent)
+            assert reply.status_code in (200, 400), (name, reply.text)
+            assert is_refused in (None, reply.status_code == 400), (name, reply.text)
+            assert "root:" not in reply.text
+    assert (await site.complete({"messages": CHAT, "max_tokens": 1}))["choices"]
+
+
+ALTERNATIVES: Final = " | ".join(f'"{number:04}" start' for number in range(200_000))
+
+
+@pytest.mark.attack(AREA, "a grammar that takes more than its time, and six of them")
+async def test_a_grammar_ends_with_its_limit_in_a_process_of_its_own(tries: Tries) -> None:
+    async with aclosing(TemplateRenderer("grammars")) as grammars:
+        for _ in range(6):
+            tries(1)
+            assert (await grammars.render(GrammarCheck(f"start: {ALTERNATIVES}"))).error
+        assert await grammars.render(GrammarCheck('start: "a"')) == RenderedChat()
+
+
+@pytest.mark.attack(AREA, "ids of rollout sessions that lead elsewhere, and modes that are none")
+async def test_hostile_sessions_are_not_there(site: Site, tries: Tries) -> None:
+    sessions = "/v1/rollout_sessions"
+    for name in ("..", "rollout_..", "rollout_%2e%2e", "rollout_a%2fb", "rollout_" + "a" * 100, "rollout_A", "%00"):
+        tries(3)
+        body = {"model": BASE, "messages": CHAT}
+        for method, path, sent in (("GET", "", None), ("DELETE", "", None), ("POST", "/chat/completions", body)):
+            reply = await site.alice.send(method, f"{sessions}/{name}{path}", json=sent)
+            assert reply.status_code in (400, 404, 405), (name, method, reply.text)
+    for more in ({"prompts": "all"}, {"id": "rollout_x"}, {"prompts": 1}):
+        tries(1)
+        assert (await site.alice.send("POST", sessions, json=more)).status_code == 400
+    assert not list(site.stack.settings.rollout_sessions.glob("*/*"))
 
 
 @pytest.mark.attack(AREA, "templates, and names of the template engine, in a request")

@@ -305,11 +305,13 @@ def test_models_are_the_base_and_the_checkpoints(client: Any, trained: Trained) 
 def test_errors_are_those_of_the_client_library(client: Any, server: Processes) -> None:
     with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-9'"):
         client.chat.completions.create(model="gpt-9", messages=CHAT)
-    with pytest.raises(openai.BadRequestError, match="frequency_penalty: the sampler applies no penalties") as bad:
-        client.chat.completions.create(model="tiny", messages=CHAT, frequency_penalty=1.0)
+    with pytest.raises(openai.BadRequestError, match="frequency_penalty: Expected `float` <= 2") as bad:
+        client.chat.completions.create(model="tiny", messages=CHAT, frequency_penalty=2.5)
     assert bad.value.param == "frequency_penalty"
-    with pytest.raises(openai.BadRequestError, match="unknown field `min_p`"):
-        client.chat.completions.create(model="tiny", messages=CHAT, extra_body={"min_p": 0.1})
+    with pytest.raises(openai.BadRequestError, match="logit_bias has tokens outside the vocabulary"):
+        client.chat.completions.create(model="tiny", messages=CHAT, logit_bias={"100000": 1})
+    with pytest.raises(openai.BadRequestError, match="unknown field `best`"):
+        client.chat.completions.create(model="tiny", messages=CHAT, extra_body={"best": 0.1})
     with pytest.raises(openai.BadRequestError, match="has room for"):
         client.completions.create(model="tiny", prompt=[1] * 5000)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="tml-wrong", max_retries=0) as stranger:

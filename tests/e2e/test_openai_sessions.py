@@ -26,7 +26,7 @@ from tests.shell.train_api.processes import Processes, serving
 pytestmark = [
     # The library leaves sockets to the garbage collector, whose complaint would be taken for ours.
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
 ]
 openai: Any = importlib.import_module("openai")
 SESSIONS: Final = 40

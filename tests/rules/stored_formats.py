@@ -23,9 +23,12 @@ from strata.fleet.agent.settings import AgentSettings
 from strata.hub.settings import HubSettings
 from strata.hub.tables import SQLITE, postgres_components
 from strata.journal import postgres_sql, sqlite
+from strata.train.api.rollout_files import FORMAT as ROLLOUT_FORMAT
+from strata.train.api.rollout_files import SessionHead
 from strata.train.checkpoints.checkpoint import FORMAT as CHECKPOINT_FORMAT
 from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core.facts import Fact as ServerFact
+from strata.train.core.rollout_session import Turn
 from strata.train.core.state import SavedState
 from strata.train.settings import ServerSettings
 
@@ -50,6 +53,8 @@ def stored_formats() -> dict[str, StoredFormat]:
         "state of the training server": shape(SavedState),
         "checkpoint": shape(CheckpointManifest, CHECKPOINT_FORMAT),
         "snapshot": shape(SnapshotManifest, SNAPSHOT_FORMAT),
+        "head of a rollout session": shape(SessionHead, ROLLOUT_FORMAT),
+        "turn of a rollout session": shape(Turn, ROLLOUT_FORMAT),
         "settings of the hub": shape(HubSettings),
         "settings of the agent": shape(AgentSettings),
         "settings of the coordinator": shape(CoordinatorSettings),

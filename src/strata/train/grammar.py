@@ -26,7 +26,7 @@ LINE: Final = "\n"
 MAX_GRAMMAR_BYTES: Final = 64 << 10
 COMPILED: Final = 32
 """Grammars that a rank keeps compiled."""
-LIMITS: Final = {
+LIMITS: Final[dict[str, Any]] = {
     "max_items_in_row": 1000,
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 100_000,
@@ -60,7 +60,7 @@ def _call_schema(name: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     own = {key: value for key, value in arguments.items() if key not in _SHARED}
     return {
         "type": "object",
-        "properties": {"name": {"const": name}, "arguments": {"type": "object", **own}},
+        "properties": {"name": {"const": name}, "arguments": {**own, "type": "object"}},
         "required": ["name", "arguments"],
         "additionalProperties": False,
         "x-guidance": _FORM,

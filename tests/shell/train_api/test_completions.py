@@ -31,7 +31,7 @@ from strata.train.api.server import APIServer
 from strata.train.api.template_process import TemplateRenderer
 from strata.train.api.text import ModelText, TextLoader, TextStream
 from strata.train.core import ops
-from strata.train.core.sampling import SampledSequence
+from strata.train.core.sampling import SampledSequence, SampleParams
 from strata.train.runner.model.tiny import train_tokenizer
 from strata.train.status import views
 from strata.train.wire.openai import ChatBody, CompletionBody
@@ -47,6 +47,9 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'thinking' if think else 'reply' }}:{% endif %}"
 )
 CHAT = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+NAMED: dict[str, Any] = {"type": "function", "function": {"name": "add"}}
+JSON = {"type": "json_object"}
 
 
 @dataclass
@@ -492,7 +495,8 @@ async def test_what_cannot_be_done_is_refused_with_the_reason(site: Site) -> Non
         ({"model": "tinker://x/weights/y", "prompt": "x"}, 404, "there is no"),
         ({"prompt": "x", "suffix": "y"}, 400, "suffix: text is continued at its end only"),
         ({"prompt": "x", "best_of": 2}, 400, "best_of"),
-        ({"prompt": "x", "logit_bias": {"1": 5}}, 400, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"word": 5}}, 400, "logit_bias: has keys that are no tokens"),
+        ({"prompt": "x", "frequency_penalty": 3}, 400, "frequency_penalty: Expected `float` <= 2"),
         ({"prompt": "x", "top_p": 0}, 400, "top_p"),
         ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
         ({"prompt": "x", "grammar": "root"}, 400, "unknown field `grammar`"),
@@ -504,8 +508,13 @@ async def test_what_cannot_be_done_is_refused_with_the_reason(site: Site) -> Non
         ({"messages": [{"role": "hacker", "content": "x"}]}, 400, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content[0]"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, "no tools in this chat"),
-        ({"messages": CHAT, "response_format": {"type": "json_object"}}, 400, "not guided by a grammar"),
-        ({"messages": CHAT, "tool_choice": "required"}, 400, "cannot be enforced"),
+        ({"messages": CHAT, "response_format": {"type": "json_schema"}}, 400, "json_schema: is missing"),
+        ({"messages": CHAT, "response_format": JSON, "tools": [TOOL]}, 400, "on a reply that may call a tool"),
+        ({"messages": CHAT, "tool_choice": "required"}, 400, "tool_choice: names no tool of the request"),
+        ({"messages": CHAT, "tool_choice": NAMED | {"function": {"name": "y"}}, "tools": [TOOL]}, 400, "names no tool"),
+        ({"messages": CHAT, "tool_choice": "required", "tools": [{}]}, 400, "tools[0]: needs a function"),
+        ({"messages": CHAT, "parallel_tool_calls": False, "tools": [TOOL]}, 400, "parallel_tool_calls"),
+        ({"messages": CHAT, "prompt_token_ids": []}, 400, "prompt_token_ids"),
         ({"messages": CHAT, "top_logprobs": 3}, 400, "needs logprobs"),
         ({"messages": CHAT, "n": 129}, 400, "n: Expected `int` <= 128"),
         ({"messages": CHAT, "n": 128, "max_tokens": 4000, "logprobs": True, "top_logprobs": 20}, 400, "could have"),
@@ -513,6 +522,19 @@ async def test_what_cannot_be_done_is_refused_with_the_reason(site: Site) -> Non
         refused = await site.complete({**body}, status=status)
         assert words in refused["error"]["message"], refused
         assert refused["error"].keys() == {"message", "type", "param", "code"}
+
+
+async def test_what_shapes_a_sample_is_journaled_with_it_and_a_plain_sample_is_as_before(site: Site) -> None:
+    """What 0.2.0 can read stays readable to it where nothing of this is used."""
+    plain = msgspec.convert({"model": BASE, "messages": CHAT}, ChatBody).params(5)
+    names = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "grammar")
+    assert not msgspec.to_builtins(plain).keys() & set(names)
+    shaped = {"presence_penalty": 1, "logit_bias": {"7": -5}, "min_p": 0.1}
+    for body in (shaped, {"response_format": JSON}, {"tools": [TOOL], "tool_choice": NAMED}):
+        await site.complete({"messages": CHAT, "max_tokens": 1, **body})
+    read = msgspec.convert({"model": BASE, "messages": CHAT, **shaped}, ChatBody).params(5)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(read), type=SampleParams) == read
+    assert (read.presence_penalty, read.logit_bias, read.min_p, read.shapes_logits) == (1.0, {7: -5.0}, 0.1, True)
 
 
 async def test_harmless_parameters_are_ignored(site: Site) -> None:
@@ -527,6 +549,8 @@ async def test_harmless_parameters_are_ignored(site: Site) -> None:
         "logit_bias": {},
         "response_format": {"type": "text"},
         "parallel_tool_calls": True,
+        "reasoning_effort": "low",
+        "verbosity": "medium",
         "service_tier": "auto",
         "safety_identifier": "x",
         "prompt_cache_key": "y",

@@ -223,7 +223,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     def _forced_tools(self) -> list[tuple[str, Mapping[str, Any]]]:
         """Name and schema of the arguments of each tool that the reply may call."""
         wanted = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-        forced = []
+        forced: list[tuple[str, Mapping[str, Any]]] = []
         for place, tool in enumerate(self.tools or ()):
             function = tool.get("function")
             name = function.get("name") if isinstance(function, dict) else None
