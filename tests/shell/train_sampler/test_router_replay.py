@@ -5,10 +5,12 @@ are told by a hook what to choose.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -101,20 +103,20 @@ class Oracle:
 
     def gradients(self, tokens: Sequence[int], told: torch.Tensor) -> dict[str, torch.Tensor]:
         self.model.zero_grad()
-        self.loss(tokens, told).backward()
+        self.loss(tokens, told).backward()  # type: ignore[no-untyped-call]
         return {name: value.grad for name, value in self.model.named_parameters() if value.grad is not None}
 
 
 def _normalised(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    weights = logits.float().softmax(-1).gather(1, chosen)
+    weights: torch.Tensor = logits.float().softmax(-1).gather(1, chosen)
     return weights / weights.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights
 
 
 def _of_deepseek(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    weights = logits.sigmoid().gather(1, chosen)
+    weights: torch.Tensor = logits.sigmoid().gather(1, chosen)
     if router.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * router.routed_scaling_factor
+    return weights * float(router.routed_scaling_factor)
 
 
 WEIGHTS: Final[dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]]] = {
@@ -153,7 +155,7 @@ def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
     """Beside the length of theirs."""
     assert ours.keys() == theirs.keys()
     difference = sum(float((ours[name] - value).square().sum()) for name, value in theirs.items())
-    return (difference / sum(float(value.square().sum()) for value in theirs.values())) ** 0.5
+    return math.sqrt(difference / sum(float(value.square().sum()) for value in theirs.values()))
 
 
 def perturb_routers(stage: Stage) -> None:
@@ -257,7 +259,9 @@ def test_a_perturbed_router_leaves_a_smaller_gap_and_no_error_of_the_gradient_wi
     stage = Stage(base, ranks)
     stage.sampler.open_full(BASE)
     perturb_routers(stage)
-    gaps, errors, changed = ([], []), ([], []), []
+    gaps: tuple[list[float], list[float]] = [], []
+    errors: tuple[list[float], list[float]] = [], []
+    changed: list[float] = []
     for seed in range(8):
         prompt = prompt_of(seed, 12)
         outcome = stage.all({"it": ask(prompt, max_tokens=40, seed=seed)}, routing=True)["it"]
@@ -323,7 +327,7 @@ def test_tenants_share_a_row_and_each_replays_its_own(mixtures: Path, ranks: Ran
         SampledRouting(3, 2, b"\x10" * 6), SampledRouting(3, 2, bytes(12), wide=True),
     ):  # fmt: skip
         told_wrong = encode_pass_routing(PassRouting([bad, None]))
-        planted = commands.PassItem(*[getattr(wrong, each) for each in wrong.__struct_fields__[:-1]], told_wrong)
+        planted = msgspec.structs.replace(wrong, routing=told_wrong)
         row = [commands.Segment(0, 0), commands.Segment(0, 1)]
         (failed,) = driver.do(commands.PassCommand(True, [planted], [[row]]))
         assert isinstance(failed, ops.Failed), failed
