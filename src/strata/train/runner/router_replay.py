@@ -76,7 +76,7 @@ class RouterReplay:
         self._chosen = []
 
     def take_recorded(self) -> torch.Tensor:
-        """What all layers have chosen since, as (tokens, layers, experts of a token)."""
+        """Returns what all layers have chosen since, as (tokens, layers, experts of a token)."""
         chosen, self._chosen = self._chosen, None
         if not chosen or len(chosen) != self.layers or len({each.shape for each in chosen}) != 1:
             raise StrataError(Code.UNSUPPORTED, "its layers do not all choose as many experts, once for each token")
