@@ -64,7 +64,7 @@ async def with_routing(
 
 
 def _find_routing(payloads: Payloads, recorded: Recorded, operation: ops.ForwardBackward) -> ops.Payload | None:
-    """Returns None if nothing is replayed, also if a payload cannot be read: the pass itself fails of it in its turn."""
+    """Returns None if nothing is replayed, also if a payload cannot be read: the pass itself may fail of it later."""
     results: dict[ops.Payload, SampleResult] = {}
     found: list[SampledRouting | None] = []
     try:
