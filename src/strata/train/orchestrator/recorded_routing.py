@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -30,6 +31,8 @@ from strata.train.payload import Payloads
 
 Recorded = Mapping[bytes, tuple[ops.Payload, int]]
 """The result of each recorded sample, and its place there, by the digest of its tokens."""
+MAX_ROUTING_BYTES: Final = 1 << 30
+"""Of a pass: it travels to the ranks in one piece. More is not replayed."""
 _log = log.get(__name__)
 
 
@@ -47,9 +50,10 @@ def name_recorded(state: TrainState, ended: EndedSample, result: ops.Result) -> 
 
 
 async def with_routing(
-    state: TrainState, payloads: Payloads, tenant: str, operation: ops.ForwardBackward
+    state: TrainState, payloads: Payloads, reading: asyncio.Lock, tenant: str, operation: ops.ForwardBackward
 ) -> ops.ForwardBackward:
-    """The pass with the routing that it replays; as it is if it replays none, or was accepted before."""
+    """The pass with the routing that it replays; as it is if it replays none, or was accepted before. One at a time is
+    read for: what is rejected later costs its reading too."""
     models = replayed_models(state, tenant, operation)
     if not models or state.futures.get(f"{operation.model_id}:{operation.seq_id}") is not None:
         return operation
@@ -57,7 +61,8 @@ async def with_routing(
     recorded = {digest: (payload, place) for digest, payload, place in recorded_samples(state, tenant, models)}
     if not recorded:
         return operation
-    routing = await asyncio.to_thread(_find_routing, payloads, recorded, operation)
+    async with reading:
+        routing = await asyncio.to_thread(_find_routing, payloads, recorded, operation)
     if routing is None:
         return operation
     return ops.RoutedForwardBackward(**msgspec.structs.asdict(operation), routing=routing)
@@ -65,15 +70,26 @@ async def with_routing(
 
 def _find_routing(payloads: Payloads, recorded: Recorded, operation: ops.ForwardBackward) -> ops.Payload | None:
     """Returns None if nothing is replayed, also if a payload cannot be read: the pass itself may fail of it later."""
-    results: dict[ops.Payload, SampleResult] = {}
+    last: tuple[ops.Payload, SampleResult] | None = None
     found: list[SampledRouting | None] = []
+    size = 0
     try:
         for datum in ops.decode_pass_data(payloads.read(operation.payload)).datums:
             matches = (recorded.get(digest) for digest in _digests_of_beginnings(datum))
-            payload, place = next((match for match in matches if match is not None), (None, 0))
-            if payload is not None and payload not in results:
-                results[payload] = decode_result(payloads.read(payload))
-            found.append(None if payload is None else results[payload].sequences[place].routing)
+            match = next((match for match in matches if match is not None), None)
+            if match is None:
+                found.append(None)
+                continue
+            payload, place = match
+            # Datums of one request are adjacent: the results of a pass need not all be in memory.
+            if last is None or last[0] != payload:
+                last = payload, decode_result(payloads.read(payload))
+            routing = last[1].sequences[place].routing
+            found.append(routing)
+            size += 0 if routing is None else len(routing.experts)
+            if size > MAX_ROUTING_BYTES:
+                _log.warning("routing_too_large", model_id=operation.model_id, seq_id=operation.seq_id)
+                return None
     except (StrataError, msgspec.MsgspecError) as error:
         _log.warning("routing_not_read", model_id=operation.model_id, seq_id=operation.seq_id, reason=str(error))
         return None

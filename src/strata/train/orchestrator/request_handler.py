@@ -58,6 +58,7 @@ class RequestHandler:
         self._context = context
         self._store = context.store
         self._payloads = Payloads(context.settings.payloads)
+        self._reading_routing = asyncio.Lock()
         self.session_reaper = SessionReaper(context.store, context.settings.limits, context.settings.server.lost)
         self._client_ids = SamplerClientIds(context.store.leader_epoch)
         self.checkpoint_gc = CheckpointGc(context.store, context.settings)
@@ -140,7 +141,7 @@ class RequestHandler:
                 origin = check_allowed(command.url, self._context.settings.inference.allow)
                 command = msgspec.structs.replace(command, url=str(origin), address=await resolve_address(origin))
             case client_commands.SubmitOperation(operation=ops.ForwardBackward() as operation):
-                operation = await with_routing(self._state, self._payloads, tenant, operation)
+                operation = await with_routing(self._state, self._payloads, self._reading_routing, tenant, operation)
                 command = msgspec.structs.replace(command, operation=operation)
             case client_commands.SetCheckpointTtl() | client_commands.SubmitOperation(operation=ops.OpenSampler()):
                 await self.checkpoint_gc.delete_expired()
