@@ -147,6 +147,10 @@ def test_kept_rollouts_are_shown_token_by_token_to_their_owner_alone(folder: Pat
             shown = browser.get(f"{path}?by={by}")
             assert shown.status_code == 200, shown.text
             assert shown.text.count('class="tok level-') == 7 + 5, "each token, and the legend"
+        versions = {each["version"] for each in tokens[3:]}
+        assert (len(versions), {each["version"] for each in tokens[:3]}) == (1, {None}), "one save drew the answer"
+        shown = browser.get(f"{path}?by=version")
+        assert shown.text.count('class="tok band-0') == 4 + 1, "each sampled token, and the legend"
         assert browser.get(f"{path}?by=nothing").status_code == 400
 
         check_transcripts(api, browser, learn_transcripts(processes))
