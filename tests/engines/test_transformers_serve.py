@@ -18,8 +18,8 @@ from strata.train.core.state import InferenceEndpoint
 from strata.train.endpoints.client import EngineClient
 from strata.train.endpoints.engine import ModelVersion
 from strata.train.endpoints.transformers_serve import TransformersEngine
+from strata.train.inference_settings import InferenceSettings
 from strata.train.runner.model.tiny import TinyModel, make
-from strata.train.settings import InferenceSettings
 from tests.engines import processes
 from tests.engines.conformance import ADAPTERS, Case
 from tests.engines.processes import EngineProcess

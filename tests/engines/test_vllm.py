@@ -16,8 +16,8 @@ from strata.train.core.state import InferenceEndpoint
 from strata.train.endpoints.client import EngineClient
 from strata.train.endpoints.engine import ModelVersion
 from strata.train.endpoints.vllm import VllmEngine
+from strata.train.inference_settings import InferenceSettings
 from strata.train.runner.model.tiny import TinyModel, make
-from strata.train.settings import InferenceSettings
 from tests.engines import processes
 from tests.engines.conformance import SAMPLERS, Case
 from tests.engines.processes import EngineProcess

@@ -18,7 +18,7 @@ from strata.train.endpoints import vllm
 from strata.train.endpoints.client import EngineClient
 from strata.train.endpoints.engine import ModelVersion
 from strata.train.endpoints.vllm_completions import CompletionStream
-from strata.train.settings import InferenceSettings
+from strata.train.inference_settings import InferenceSettings
 from tests.shell.train_endpoints.hostile import hostile, is_silent, never_ends, says
 
 OK = "HTTP/1.1 200 OK\nConnection: close"

@@ -14,7 +14,7 @@ from strata.train.core.state import InferenceEndpoint
 from strata.train.endpoints.client import EngineClient
 from strata.train.endpoints.engine import ModelVersion, stale_versions
 from strata.train.endpoints.vllm import VllmEngine
-from strata.train.settings import InferenceSettings
+from strata.train.inference_settings import InferenceSettings
 from tests.engines.conformance import (
     SAMPLERS,
     SLEEPERS,

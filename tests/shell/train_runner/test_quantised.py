@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import commands, model_options, ops
+from strata.train.inference_settings import InferenceSettings
 from strata.train.launch.preflight import check_features, check_quantised
 from strata.train.parallel import ParallelSettings
 from strata.train.plan.devices import Hardware
@@ -29,7 +30,6 @@ from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model.quantised import QuantisedLinear, quantised_layers
 from strata.train.runner.model.tiny import Family, TinyModel, make
 from strata.train.settings import (
-    InferenceSettings,
     LimitSettings,
     ModelSettings,
     RankSettings,

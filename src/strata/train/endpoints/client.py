@@ -19,7 +19,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret, read_secret
 from strata.train.core.state import InferenceEndpoint
 from strata.train.endpoints.origin import EngineOrigin, check_allowed, is_loopback, parse_origin
-from strata.train.settings import InferenceSettings
+from strata.train.inference_settings import InferenceSettings
 
 T = TypeVar("T")
 MAX_REPLY: Final = 64 << 20

@@ -22,7 +22,7 @@ from strata.base.errors import Code, StrataError
 from strata.train.core.sampling import SampleOperation
 from strata.train.endpoints.client import EngineClient, engine_error
 from strata.train.endpoints.engine import ModelVersion, ReportPart
-from strata.train.settings import InferenceSettings
+from strata.train.inference_settings import InferenceSettings
 
 LIST_S: Final = 10.0
 ADAPTER_CONFIG: Final = "adapter_config.json"

@@ -30,7 +30,7 @@ from strata.train.endpoints.vllm_completions import (
     is_forced,
     read_completion,
 )
-from strata.train.settings import InferenceSettings
+from strata.train.inference_settings import InferenceSettings
 
 LIST_S: Final = 10.0
 _REJECTED: Final = (400, 413, 422)

@@ -11,8 +11,9 @@ from typing import Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
+from strata.train.inference_settings import InferenceSettings
 from strata.train.plan.devices import VISIBLE, Device, Hardware
-from strata.train.settings import InferenceSettings, ServerSettings
+from strata.train.settings import ServerSettings
 
 ENGINE_SHARE: Final = 0.9
 """The share of a device's memory that vLLM takes unless its arguments say another."""
