@@ -124,7 +124,7 @@ services: installed ## run the servers the tests need, in the foreground, and pr
 constraints: installed ## pin all packages of pyproject.toml again, with hashes
 	$(BIN)/uv pip compile pyproject.toml --universal --generate-hashes --python-version 3.11 \
 		--extra sdk --extra agent --extra worker --extra worker-data --extra coordinator --extra hub --extra postgres --extra notify --extra mcp \
-		--extra recipes --extra sweep --extra otel --extra trackers --extra dev \
+		--extra recipes --extra images --extra guided --extra sweep --extra otel --extra trackers --extra dev \
 		--no-emit-index-url --custom-compile-command "make constraints" -q -o constraints.txt
 	echo hatchling | $(BIN)/uv pip compile pyproject.toml - --universal --generate-hashes --python-version 3.11 \
 		--extra agent -c constraints.txt \
