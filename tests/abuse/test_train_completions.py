@@ -93,17 +93,17 @@ PENALTIES: Final = ("frequency_penalty", "presence_penalty")
 
 @pytest.mark.attack(AREA, "biases without end, of what is no token, or no number; prompts that are no tokens")
 async def test_hostile_biases_and_tokens_are_refused(site: Site, tries: Tries) -> None:
-    for more in (
-        {"logit_bias": {str(token): 1 for token in range(1025)}},
-        *({"logit_bias": {key: 1}} for key in ("-1", "1e3", "9" * 5000, "", "NaN", "٣")),
-        *({"logit_bias": {"1": value}} for value in (101, -1e9, "1", None, [])),
-    ):
+    values: tuple[Any, ...] = (101, -1e9, "1", None, [])
+    biases: list[dict[str, Any]] = [{key: 1} for key in ("-1", "1e3", "9" * 5000, "", "NaN", "٣")]
+    biases += [{"1": value} for value in values]
+    for each in ({str(token): 1 for token in range(1025)}, *biases):
         tries(1)
-        await refuse(site, TEXT, json.dumps({"model": BASE, "prompt": "x", **more}).encode())
-    for tokens, status in (([-1], 400), ([2**31], 400), (["1"], 400), ("1", 400), ([1] * 40_000, 400), ([[1]], 400)):
+        await refuse(site, TEXT, json.dumps({"model": BASE, "prompt": "x", "logit_bias": each}).encode())
+    prompts: tuple[Any, ...] = ([-1], [2**31], ["1"], "1", [1] * 40_000, [[1]])
+    for tokens in prompts:
         tries(1)
         body = {"model": BASE, "messages": CHAT, "prompt_token_ids": tokens}
-        await refuse(site, TALK, json.dumps(body).encode(), status)
+        await refuse(site, TALK, json.dumps(body).encode())
 
 
 def nested(depth: int) -> Any:

@@ -128,7 +128,7 @@ SCHEMAS: Final[list[dict[str, Any]]] = [
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=range(len(SCHEMAS)))
 def test_what_is_sampled_by_a_schema_conforms_to_it(schema: dict[str, Any], stage: Stage, models: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(str(models / "llama"))
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(models / "llama"))
     found = stage.one(ask(prompt_of(3, 9), num=16, max_tokens=300, seed=1, grammar=json_grammar(schema)))
     ended = [each for each in found.sequences if each.stop_reason == "stop"]
     assert len(ended) >= 4, "too few ended to say something"
@@ -140,7 +140,7 @@ def test_what_is_sampled_by_a_schema_conforms_to_it(schema: dict[str, Any], stag
 
 def test_the_log_probabilities_of_guided_tokens_are_those_among_what_is_allowed(stage: Stage, models: Path) -> None:
     """The only choice is between two constants, whose tokens are all the grammar allows."""
-    tokenizer = AutoTokenizer.from_pretrained(str(models / "llama"))
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(models / "llama"))
     prompt = prompt_of(3, 9)
     grammar = 'start: "a" | "b"\n'
     sample = ask(prompt, num=64, max_tokens=2, seed=1, grammar=grammar, topk_sample_logprobs=3)
@@ -158,7 +158,7 @@ def test_the_log_probabilities_of_guided_tokens_are_those_among_what_is_allowed(
 
 @pytest.mark.parametrize("several", [False, True])
 def test_a_forced_call_is_of_one_of_the_tools_with_its_arguments(stage: Stage, models: Path, several: bool) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(str(models / "llama"))
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(models / "llama"))
     number = {"type": "integer", "minimum": 0, "maximum": 99}
     closed = {"additionalProperties": False}
     arguments: dict[str, Any] = {
