@@ -83,6 +83,7 @@ class RolloutFiles:
             raise StrataError(Code.CONFLICT, f"there is a rollout session {head.session_id} already")
         sync_folder(path.parent)
         sync_folder(self.folder)
+        sync_folder(self.folder.parent)
         return self.read(tenant, head.session_id, head.created_s)
 
     def read(self, tenant: str, session_id: str, now_s: float) -> StoredSession:
