@@ -20,10 +20,14 @@ class Upstream:
     """A server that notes what it is asked."""
 
     asked: list[httpx.Request] = field(default_factory=list)
+    lost: int = 0
+    """Replies that do not arrive."""
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         self.asked.append(request)
-        return httpx.Response(200, json={"path": request.url.path})
+        if len(self.asked) <= self.lost:
+            raise httpx.ReadError("the connection broke", request=request)
+        return httpx.Response(200, json={"id": f"chatcmpl-{len(self.asked)}", "path": request.url.path})
 
     @property
     def calls(self) -> ServerCalls:
@@ -48,17 +52,27 @@ def relay(upstream: Upstream) -> Iterator[tuple[Relay, str]]:
 
 def test_completions_are_reached_with_a_key_that_the_program_does_not_have(upstream: Upstream) -> None:
     with loopback_relay(upstream.calls) as url:
-        headers = {"Authorization": "Bearer none", "X-Stainless-Retry-Count": "1", "X-API-Key": "other"}
+        headers = {"Authorization": "Bearer none", "X-API-Key": "other"}
         reply = httpx.post(f"{url}/chat/completions", json={"model": "tiny"}, headers=headers)
-        assert reply.json() == {"path": "/v1/chat/completions"}
-        assert httpx.get(f"{url}/models").json() == {"path": "/v1/models"}
+        assert reply.json()["path"] == "/v1/chat/completions"
+        assert httpx.get(f"{url}/models").json()["path"] == "/v1/models"
     sent = upstream.asked[0]
     assert sent.headers["x-api-key"] == KEY
-    assert sent.headers["x-stainless-retry-count"] == "1"
     assert "authorization" not in sent.headers
     assert KEY not in str(reply.headers)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/models")
+
+
+def test_only_replies_that_have_come_are_delivered(relay: tuple[Relay, str], upstream: Upstream) -> None:
+    """A session has the lost one too."""
+    upstream.lost = 1
+    found, url = relay
+    path = found.new_path()
+    found.lead(path, "/v1/rollout_sessions/rollout_1")
+    httpx.post(f"{url}{path}/chat/completions", json={})
+    assert len(upstream.asked) == 2
+    assert found.delivered("/v1/rollout_sessions/rollout_1") == {"chatcmpl-2"}
 
 
 @pytest.mark.parametrize(
@@ -91,9 +105,7 @@ def test_a_path_leads_where_the_run_says_and_nowhere_afterwards(relay: tuple[Rel
     path = found.new_path()
     assert httpx.post(f"{url}{path}/completions", json={}).status_code == 404
     found.lead(path, "/v1/rollout_sessions/rollout_1")
-    assert httpx.post(f"{url}{path}/completions", json={}).json() == {
-        "path": "/v1/rollout_sessions/rollout_1/completions"
-    }
+    assert httpx.post(f"{url}{path}/completions", json={}).json()["path"].endswith("/rollout_1/completions")
     found.lead(path, "")
     assert httpx.post(f"{url}{path}/completions", json={}).status_code == 404
     assert httpx.post(f"{url}/guess/completions", json={}).status_code == 404

@@ -138,12 +138,15 @@ class Environment:
         seat = self._seats.get()
         try:
             session = self._server.open_rollout()
-            self._relay.lead(seat, f"{SESSIONS}/{session.id}")
+            base_path = f"{SESSIONS}/{session.id}"
+            self._relay.lead(seat, base_path)
             done = self._ask(prompt.row["task"], seat, sampler.sampler_id, sampling)
         finally:
             self._relay.lead(seat, "")
             self._seats.put(seat)
-        branches = [] if done.error else session.branches()
+        delivered = self._relay.delivered(base_path)
+        # What was lost on its way has taught the environment nothing, and earned nothing.
+        branches = [] if done.error else [each for each in session.branches() if each.replies[-1] in delivered]
         session.delete()
         if done.error:
             return StrataError(Code.UNAVAILABLE, f"an episode failed: {done.error}", hint=f"see {self._log}")

@@ -81,7 +81,7 @@ def read_recipe_rows(
         evaluation = evaluation[: recipe.eval.max_examples]
     if recipe.env is not None and (own := own_code(recipe.env, folder)) is not None:
         files = [own] if own.is_file() else sorted(own.rglob("*.py"))
-        settings["env.sha256"] = digest({str(file.relative_to(folder)): file_digest(file) for file in files})
+        settings["env.sha256"] = digest({str(file.relative_to(own.parent)): file_digest(file) for file in files})
     if recipe.kind == "grpo" and ":" in recipe.reward.check:
         file = folder / Path(recipe.reward.check.rpartition(":")[0]).expanduser()
         settings["reward.sha256"] = _digest_if_there(file)

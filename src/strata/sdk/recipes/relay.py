@@ -6,6 +6,7 @@ samples and nothing else. Paths of addresses are random, and lead nowhere when w
 
 from __future__ import annotations
 
+import re
 import secrets
 import socket
 import socketserver
@@ -26,7 +27,9 @@ MAX_BODY: Final = 4 << 20
 MAX_CONNECTIONS: Final = 256
 IDLE_S: Final = 600.0
 """How long a connection may stay silent."""
-_PASSED: Final = ("Content-Type", "Accept", "X-Stainless-Retry-Count")
+_PASSED: Final = ("Content-Type", "Accept")
+_REPLY_ID: Final = re.compile(rb'"id":"((?:chatcmpl|cmpl)-[^"]+)"')
+"""Texts inside JSON have no quotation marks of their own."""
 _JSON: Final = "application/json"
 
 
@@ -36,6 +39,7 @@ class Relay:
     def __init__(self, calls: ServerCalls, listener: socket.socket) -> None:
         self._calls = calls
         self._bases: dict[str, str] = {}
+        self._delivered: dict[str, set[str]] = {}
         self._server = _RelayServer(self, listener)
         self._thread = threading.Thread(target=self._server.serve_forever, name="relay", daemon=True)
         self._thread.start()
@@ -47,6 +51,11 @@ class Relay:
     def lead(self, path: str, base_path: str) -> None:
         """Makes a path lead to this one of the server; an empty one: nowhere. What was asked before is answered."""
         self._bases[path.removeprefix("/")] = base_path
+        self._delivered[base_path] = set()
+
+    def delivered(self, base_path: str) -> set[str]:
+        """The ids of the replies that have come from there. Another one was lost on its way, and sampled again."""
+        return self._delivered.pop(base_path)
 
     def close(self) -> None:
         self._server.shutdown()
@@ -66,6 +75,9 @@ class Relay:
             reply = self._calls.send(request)
         except StrataError as error:
             return 503, _JSON, _problem(error.message)
+        base = request.path.removesuffix("/chat/completions").removesuffix("/completions")
+        if (found := _REPLY_ID.search(reply.content)) is not None and base in self._delivered:
+            self._delivered[base].add(found[1].decode())
         return reply.status_code, reply.headers.get("content-type", _JSON), reply.content
 
 
