@@ -72,7 +72,7 @@ def test_a_model_learns_to_use_a_tool_in_three_turns(tmp_path: Path) -> None:
     write_page(tmp_path)
     values = train(tmp_path)
     rewards = [each["reward"] for each in values[1:]]
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15
     assert values[-1]["eval_reward"] > values[0]["eval_reward"]
     assert [each["answer_tokens"] for each in values[1:]] == [3.0] * len(rewards), "three turns of one token"
 

@@ -92,7 +92,7 @@ class Environment:
         return RowSet(rows, sha256_hex(msgspec.json.encode(self.tasks)))
 
     def serve(self, server: TrainingServer) -> None:
-        """From now on its requests reach this server."""
+        """Lets its requests reach this server from now on."""
         self._server = server
         self._relay = Relay(server.calls, listen_unix(self._folder / SOCKET))
         for _ in range(self._settings.concurrent):

@@ -25,7 +25,7 @@ FILE_BYTES = 256 << 20
 
 
 def limit(memory_bytes: int, processes: int) -> None:
-    """For good: a process without capabilities cannot raise them."""
+    """Limits this process for good: without capabilities it cannot raise them."""
     limits = {
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_NPROC: processes,

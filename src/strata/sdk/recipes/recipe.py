@@ -224,10 +224,10 @@ class RecipeEnvironment(_Section, frozen=True, kw_only=True):
     concurrent: Count = 32
     """Episodes that are played at a time."""
     timeout_s: Positive = 600.0
-    """Of an episode."""
+    """The time of an episode."""
     sandbox: Literal["required", "off"] = "required"
     memory_gib: Positive = 8.0
-    """Of each of its processes."""
+    """The address space of each of its processes."""
     processes: Count = 512
 
 
@@ -387,7 +387,7 @@ def _reinforcement_conflicts(grpo: RecipeReinforcement) -> list[tuple[tuple[str,
 
 
 def _source_conflicts(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
-    """What is learned from, and what judges it: data, or an environment."""
+    """Conflicts of what is learned from and what judges it: data, or an environment."""
     if recipe.env is None:
         if not recipe.data.path:
             missing = (

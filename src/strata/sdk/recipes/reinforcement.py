@@ -37,7 +37,7 @@ TOLERANCE_NATS: Final = 1e-3
 """A smaller gap is rounding, whose correction changes a weight by a thousandth. It is not corrected: what rounds
 otherwise in each run would make each run another one."""
 JUDGED: Final = "judged"
-"""In place of a step, in the seeds of the answers that say how many pass."""
+"""Stands for a step in the seeds of the answers that say how many pass."""
 REPORTED_DECIMALS: Final = 4
 NO_SIGNAL: Final = "no_signal_share"
 """The share of the groups whose answers all earned the same: their advantages are 0, and no pass has them, unless

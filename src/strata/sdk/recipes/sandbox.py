@@ -54,7 +54,7 @@ def confined(confinement: Confinement, command: Sequence[str]) -> Iterator[tuple
 
 
 def _mounts(confinement: Confinement) -> Iterator[str]:
-    """In the order in which they are made."""
+    """Yields the mounts in the order in which they are made."""
     for name in _SYSTEM:
         path = Path("/", name)
         if path.is_symlink():
