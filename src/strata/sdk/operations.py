@@ -87,7 +87,7 @@ class SamplingParams(TypedDict, total=False):
     stop: Sequence[str | int]
     """Strings and tokens beside the end of text; nothing stops it if this is empty."""
     max_staleness: int
-    """Of an in-flight sampler: so many saves may end while the sample runs; the next one cancels it."""
+    """So many in-flight saves may end while the sample runs; the next one cancels it. Only for an in-flight sampler."""
 
 
 @dataclass(frozen=True)

@@ -97,12 +97,9 @@ class Audit:
 
     def model_of(self, sample: ops.Operation | None) -> str:
         """The model whose in-flight weights it is drawn from; empty: its weights never change."""
-        for each in self.accepted.values():
-            save = each.operation
-            is_inflight = isinstance(save, ops.SaveSampler) and save.inflight
-            if is_inflight and isinstance(sample, SampleOperation) and save.sampler_id == sample.sampler_id:
-                return save.model_id
-        return ""
+        sampler_id = sample.sampler_id if isinstance(sample, SampleOperation) else ""
+        saves = [each.operation for each in self.accepted.values() if isinstance(each.operation, ops.SaveSampler)]
+        return next((save.model_id for save in saves if save.inflight and save.sampler_id == sampler_id), "")
 
     def _draw(self, fact: facts.SliceEnded) -> None:
         for future_id, parts in fact.drawn.items():

@@ -25,7 +25,7 @@ ONLY_ADAPTERS: Final = "in-flight samplers are of LoRA adapters: of a full fine-
 
 
 def weights_name(model_id: str) -> str:
-    """What the ranks call the weights that the in-flight samplers of a model share. No sampler has this name."""
+    """Names, for the ranks, the weights that the in-flight samplers of a model share. No sampler has this name."""
     return f"{model_id}:inflight"
 
 
@@ -51,8 +51,8 @@ def added_sample(state: TrainState, future_id: str, sample: SampleOperation, *, 
 def durable_parts(
     state: TrainState, parts: Mapping[str, Sequence[DrawnPart]], ended: Collection[str]
 ) -> Mapping[str, Sequence[DrawnPart]]:
-    """What a slice added to samples that run on. A part that does not follow what is durable is left out: the result
-    has its tokens, and ranks that are lost draw them again."""
+    """Returns what a slice added to samples that run on. A part that does not follow what is durable is left out: the
+    result has its tokens, and ranks that are lost draw them again."""
     running = {future_id: of_sample for future_id, of_sample in parts.items() if future_id in state.sampling}
     kept = {
         future_id: [each for each in of_sample if _follows(state, future_id, each)]

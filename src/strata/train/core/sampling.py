@@ -171,7 +171,7 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     """The sequence number of the save that published the weights."""
     tokens: int
     recomputed: bool = False
-    """Before the first of them, this version computed the keys and values of all tokens before it again."""
+    """This version computed the keys and values of all tokens before the first of them again."""
 
 
 VersionSpans = tuple[VersionSpan, ...]

@@ -98,7 +98,7 @@ class SampleRequest(StrictBody, frozen=True, kw_only=True):
     prompt_logprobs_last_n: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     record_stability_info: bool | None = None
     max_staleness: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
-    """Of an in-flight sampler: so many saves may end while the sample runs. Not of the SDK `tinker`."""
+    """So many in-flight saves may end while the sample runs. The SDK `tinker` does not send it."""
 
     def operation(self) -> SampleOperation:
         if self.sampling_session_id is None or self.seq_id is None:

@@ -185,7 +185,7 @@ class RunningSequence:
         self.top_logprobs += logprobs[:k].numpy().tobytes()
 
     def take_drawn(self, reason: Literal["", "stop", "length"] = "") -> DrawnPart | None:
-        """What was drawn since the last report; None if nothing was. One version drew it: a slice has no other."""
+        """Returns what was drawn since the last report; None if nothing was. One version drew it: a slice has no other."""
         start, count = self.reported, len(self.tokens) - self.reported
         if not count or self.group.version is None:
             return None

@@ -63,7 +63,7 @@ class SnapshotSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     lora: model_options.LoraConfig | None = None
     layout: str = ""
     version: int | None = None
-    """Of weights that in-flight samplers share."""
+    """The version of weights that in-flight samplers share."""
 
 
 class SnapshotManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
