@@ -58,8 +58,10 @@ async def fake_case(tmp_path: Path, *, whole: bool, processed: bool = True) -> A
         def after(version: ModelVersion, tokens: Sequence[int]) -> list[float]:
             return logits(weights_digest(version.folder), tokens[-1]).tolist()
 
-        yield Case(engine, first, second, ask, after, decode)
-        await engine.close()
+        try:
+            yield Case(engine, first, second, ask, after, decode)
+        finally:
+            await engine.close()
 
 
 @pytest.mark.parametrize("check", [*SAMPLERS, *SLEEPERS])

@@ -213,8 +213,7 @@ def _reaches_engines(state: TrainState, path: str) -> bool:
 
 
 def _engines_draw_at(params: SampleParams) -> bool:
-    """Says whether engines draw with these parameters. What is no temperature or share the ranks reject, with the
-    reason."""
+    """Says whether engines draw with these numbers. What is no temperature or no share, the ranks reject."""
     if params.shapes_logits or params.min_p:
         return False
     is_drawn = params.is_greedy or params.temperature >= LOWEST_TEMPERATURE
