@@ -249,6 +249,14 @@ TRAINING: Final = (
         ("inference.engine",),
     ),
     SupportRow(
+        "all sampling parameters on vLLM",
+        "experimental",
+        "experimental",
+        "pr",
+        "tests/shell/train_endpoints/test_conformance.py",
+        "a double of vLLM",
+    ),
+    SupportRow(
         "turns of ranks and vLLM",
         "experimental",
         "experimental",

@@ -65,7 +65,6 @@ class VllmEngine:
         """The full version that was loaded, and the start time of the process that loaded it."""
         self._processed: bool | None = None
         """Whether log probabilities are of the distribution that tokens are drawn from; None until that was tried."""
-        self._trying = asyncio.Lock()
 
     async def close(self) -> None:
         await self._client.close()
@@ -192,12 +191,11 @@ class VllmEngine:
     async def _reports_processed(self, model: str, sample: SampleOperation) -> bool:
         """Tries it: a token that is the only one allowed has the probability 1 then. The model itself cannot give that
         to two tokens at one place."""
-        async with self._trying:
-            if self._processed is None:
-                bodies = [forced_token_request(model, sample.prompt, token) for token in (0, 1)]
-                replies = await asyncio.gather(*(self._complete(body) for body in bodies))
-                self._processed = all(is_forced(reply.read(Completion)) for reply in replies)
-            return self._processed
+        if self._processed is None:
+            bodies = [forced_token_request(model, sample.prompt, token) for token in (0, 1)]
+            replies = await asyncio.gather(*(self._complete(body) for body in bodies))
+            self._processed = all(is_forced(reply.read(Completion)) for reply in replies)
+        return self._processed
 
     async def _check_full(self, version: ModelVersion) -> None:
         if self._full is None or self._full[0] != version.name or self._full[1] != await self._start_time():

@@ -90,7 +90,7 @@ def completion_request(model: str, sample: SampleOperation, seed: int, context: 
     max_tokens = params.max_tokens
     if max_tokens is None:
         if context is None:
-            raise StrataError(Code.UNAVAILABLE, "the engine does not say how long a sequence may be")
+            raise StrataError(Code.UNSUPPORTED, "the engine does not say how long a sequence may be")
         max_tokens = context - sample.length
     return {
         "model": model,
