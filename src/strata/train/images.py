@@ -93,7 +93,7 @@ class _Tokenizer(msgspec.Struct):
 
 
 def find_image_form(model: str, combination: Combination) -> ImageForm | str:
-    """How this model takes images in a server of these settings, or why it takes none."""
+    """Returns how this model takes images in a server of these settings, or why it takes none."""
     folder = find_folder(model)
     if folder is None:
         return "the files of the model are not here"

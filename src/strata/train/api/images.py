@@ -34,7 +34,7 @@ _BROKEN: Final = (
 
 
 def image_form(settings: ServerSettings) -> ImageForm | str:
-    """How this server takes images, or why it takes none."""
+    """Returns how this server takes images, or why it takes none."""
     form = find_image_form(settings.model.path, combination_of(settings))
     if isinstance(form, ImageForm) and find_spec("PIL") is None:
         return "Pillow is not installed: pip install 'strata-train[images]'"

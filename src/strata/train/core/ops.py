@@ -84,7 +84,7 @@ class Datum(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     """int32, little-endian."""
     inputs: Annotated[Mapping[str, Tensor], msgspec.Meta(max_length=MAX_INPUTS)]
     images: Sequence[Image] = ()
-    """In the order of their tokens."""
+    """Images, in the order of their tokens."""
 
     @property
     def length(self) -> int:

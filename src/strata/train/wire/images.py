@@ -47,7 +47,7 @@ class PendingImage(NamedTuple):
     """An image whose header was read, and that is to be decoded."""
 
     path: str
-    """Of its chunk in the request."""
+    """The place of its chunk in the request."""
     datum: int
     start: int
     """The first of its tokens in the datum."""

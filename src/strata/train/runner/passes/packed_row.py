@@ -185,7 +185,7 @@ def pack_row(
 def _add_images(
     documents: Sequence[PackedDocument], fillers: Sequence[DatumImage], starts: NDArray[Any], buffer: HostBuffer
 ) -> list[Place]:
-    """Where pixels and places of each image are in the buffer."""
+    """Returns where pixels and places of each image are in the buffer."""
     images = [
         (image.pixels, image.places + start)
         for document, start in zip(documents, starts, strict=False)

@@ -338,7 +338,7 @@ class PassRunner:
     def _pack(
         self, documents: Sequence[PackedDocument], work: RankPass, row: int, *, losses: bool = True
     ) -> RowContents:
-        """What is computed of a row; with losses, if it has documents and this rank the last stage."""
+        """Packs a row; with losses, if it has documents and this rank is of the last stage."""
         base = self._base
         return pack_row(
             documents,
