@@ -6,7 +6,7 @@ adapters are in the text model alone. What comes out takes the place of the embe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -62,7 +62,7 @@ class TowerEncoder:
         self._lm: Any = lm
         self._form = form
 
-    def attention(self, kernel: str) -> Mapping[str, str]:
+    def attention(self, kernel: str) -> dict[str, str]:
         return {"": kernel, "text_config": kernel, "vision_config": TOWER_ATTENTION}
 
     def inputs(self, pixels: torch.Tensor, count: int = 1) -> dict[str, Any]:

@@ -8,7 +8,7 @@ each document.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -191,7 +191,7 @@ class ImageEncoder(Protocol):
         """The embeddings of a row, (1, tokens, width), with those of its images in their places."""
         ...
 
-    def attention(self, kernel: str) -> Mapping[str, str]:
+    def attention(self, kernel: str) -> dict[str, str]:
         """Returns by which attention each part of the model computes, if its decoder has this one."""
         ...
 
