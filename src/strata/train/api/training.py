@@ -12,7 +12,7 @@ from strata.http.body import JSON
 from strata.http.errors import HttpRefusal
 from strata.http.reading import offload
 from strata.http.route import KIB, LIMIT_FROM_SETTINGS, READS, RESEARCHER, VIEWER, RawBody, Route
-from strata.train.api.context import ApiCall
+from strata.train.api.context import ApiCall, ApiContext
 from strata.train.api.futures import operation_route
 from strata.train.api.images import decode_images
 from strata.train.core import client_commands, ops
@@ -68,11 +68,16 @@ async def _accept_pass(
             return completed
         request, encoded = completed, completed.encoded()
     if request.images:
-        # Pixels of one request at a time: they are many times the bytes of its body.
-        async with call.context.decoding:
-            return await asyncio.to_thread(_decode_and_keep, request, call.context.payloads)
+        # A client that is gone does not stop the thread, which keeps the next request out until it ends.
+        return await asyncio.shield(_decode_alone(call.context, request))
     large = len(encoded) > ops.INLINE_BYTES
     return request.operation(await offload(encoded, lambda: call.context.payloads.keep(encoded), large=large))
+
+
+async def _decode_alone(context: ApiContext, request: PassRequest) -> ops.ForwardBackward | ops.MalformedOperation:
+    """One request at a time: pixels are many times the bytes of a body."""
+    async with context.decoding:
+        return await asyncio.to_thread(_decode_and_keep, request, context.payloads)
 
 
 def _decode_and_keep(request: PassRequest, payloads: Payloads) -> ops.ForwardBackward | ops.MalformedOperation:

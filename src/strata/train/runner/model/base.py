@@ -123,12 +123,23 @@ class BaseModel:
                 require_targets(self.all_stages)
 
     def _image_reference(self, ranks: RankGroup) -> Reference | None:
+        # The files of another host may be others, and all ranks compute the reference together.
+        if ranks.all_reduce_any([isinstance(self.images, str)])[0] and not isinstance(self.images, str):
+            self.images = "the files of another rank have no images"
         if isinstance(self.images, str):
             return None
-        encoder = TowerEncoder(self.lm, self.images)
+        try:
+            encoder = TowerEncoder(self.lm, self.images)
+            row = image_row(self.images, self.vocabulary, ranks.device)
+            with unsupported_errors(self.arch):
+                reference = compute_image_reference(self._unmodified_logits, encoder, row)
+        except StrataError as error:
+            if error.code is not Code.UNSUPPORTED:
+                raise
+            self.images = error.message
+            return None
         self.packed.images = encoder
-        row = image_row(self.images, self.vocabulary, ranks.device)
-        return compute_image_reference(self._unmodified_logits, encoder, row)
+        return reference
 
     def cut(self, lm: PreTrainedModel) -> None:
         """Leave the modules of this rank's stage, if there are stages."""
