@@ -160,7 +160,7 @@ async def rollout(call: ApiCall, query: RolloutFilter) -> RolloutReply:
 
 
 def _filter_of(query: RolloutFilter) -> RolloutFilter:
-    """Without what a query has beside the filter."""
+    """Leaves out what a query has beside the filter."""
     return msgspec.convert(query, RolloutFilter, from_attributes=True)
 
 

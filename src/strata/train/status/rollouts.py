@@ -33,7 +33,7 @@ temperature, or before the server started."""
 
 
 RolloutSort = Literal["newest", "highest", "lowest", "spread", "gap"]
-"""By time, by reward, by the spread of the group's rewards, by the largest gap."""
+"""Orders by time, by reward, by the spread of the group's rewards, by the largest gap."""
 GroupKey = tuple[str, str]
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 
@@ -147,7 +147,7 @@ class RolloutView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The id of the rollout before it; empty: it is the first, or does not match."""
     next: str = ""
     position: int = 0
-    """From 1; 0: it does not match."""
+    """Counts from 1; 0: it does not match."""
     total: int = 0
 
 

@@ -52,7 +52,7 @@ class RolloutsReply(msgspec.Struct, frozen=True, kw_only=True):
     kept: int = 0
     """How many the caller has."""
     groups: Sequence[PromptGroup] = ()
-    """Of the listed rollouts; each has all kept rollouts of its prompt, also those that do not match."""
+    """Groups of the listed rollouts; each has all kept rollouts of its prompt, also those that do not match."""
 
 
 class RolloutToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +90,7 @@ class RolloutReply(msgspec.Struct, frozen=True, kw_only=True):
     """The id of the one before it among those that match the query; empty: there is none."""
     next: str = ""
     position: int = 0
-    """From 1 among those that match; 0: it does not match."""
+    """Counts from 1 among those that match; 0: it does not match."""
     total: int = 0
 
 

@@ -31,7 +31,7 @@ LISTED: Final = 100
 MAX_TOKENS: Final = 6000
 """Tokens of a rollout on its page."""
 MAX_GIVEN: Final = 1000
-"""Of those that were not sampled, the last of each turn."""
+"""Limits those that were not sampled: the last of each turn."""
 GAP_LEVELS: Final = (1e-4, 1e-3, 1e-2, 1e-1)
 """Levels in nats: below the first there is no colour, from the last on the strongest."""
 LOGPROB_LEVELS: Final = (0.105, 1.0, 2.303, 4.605)
@@ -89,7 +89,7 @@ class TokenCell:
     words: str
     prompt: bool = False
     band: int | None = None
-    """From 0: the style of the version that drew it, in place of a level."""
+    """The style of the version that drew it, from 0; in place of a level."""
 
 
 @dataclass(frozen=True)
