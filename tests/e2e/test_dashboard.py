@@ -375,7 +375,7 @@ def keep_rollouts(watched: Watched, server: TrainingServer, key: str) -> None:
     kept: list[dict[str, Any]] = []
 
     def all_are_kept() -> bool:
-        kept[:] = httpx.get(path, headers={"X-API-Key": key}, timeout=30).raise_for_status().json()["rollouts"]
+        kept[:] = httpx.get(path, headers={"X-API-Key": key}, timeout=180).raise_for_status().json()["rollouts"]
         return len(kept) == len(drawn)
 
     eventually(all_are_kept)

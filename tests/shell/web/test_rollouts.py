@@ -118,7 +118,7 @@ def test_kept_rollouts_are_shown_token_by_token_to_their_owner_alone(folder: Pat
         learn(processes, keep=False)
         model = learn(processes, keep=True)
         api = stack.enter_context(
-            httpx.Client(base_url=processes.url, headers={"X-API-Key": processes.key}, timeout=60)
+            httpx.Client(base_url=processes.url, headers={"X-API-Key": processes.key}, timeout=180)
         )
         (summary,) = kept(api)
         assert (summary["model_id"], summary["reward"], summary["advantage"]) == (model, 2.5, 0.5)
@@ -138,7 +138,7 @@ def test_kept_rollouts_are_shown_token_by_token_to_their_owner_alone(folder: Pat
         for path in (one, f"{one}?prompt={summary['prompt_id']}", f"rollouts?model={model}"):
             assert httpx.get(f"{processes.url}/api/v1/{path}", headers=bob).status_code == 404, path
 
-        browser = stack.enter_context(httpx.Client(base_url=processes.url, headers=HTML, timeout=60))
+        browser = stack.enter_context(httpx.Client(base_url=processes.url, headers=HTML, timeout=180))
         assert browser.post("/login", data={"key": processes.key}, headers=SAME_ORIGIN).status_code == 303
         assert 'href="/rollouts"' in browser.get("/").text
         listed = browser.get("/rollouts").text
@@ -155,7 +155,7 @@ def test_kept_rollouts_are_shown_token_by_token_to_their_owner_alone(folder: Pat
 
         check_transcripts(api, browser, learn_transcripts(processes))
         checkpoint = check_playground(browser, processes)
-        other = stack.enter_context(httpx.Client(base_url=processes.url, headers=HTML, timeout=60))
+        other = stack.enter_context(httpx.Client(base_url=processes.url, headers=HTML, timeout=180))
         assert other.post("/login", data={"key": bob["X-API-Key"]}, headers=SAME_ORIGIN).status_code == 303
         page = other.get("/playground").text
         fields = {"csrf": csrf(page), "model": checkpoint, "prompt": "a", "temperature": "1", "max_tokens": "5"}
