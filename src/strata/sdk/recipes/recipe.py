@@ -183,8 +183,8 @@ class RecipeReinforcement(_Section, frozen=True, kw_only=True):
     """Whether the answers of coming steps are drawn while the ranks train: not at all, those of the next step, or those
     of `max_staleness` steps; `in-flight`: these too, and each step replaces the weights under the running ones."""
     max_staleness: StepsAhead = 2
-    """For `bounded` and `in-flight`: steps that the weights may lack that draw an answer, of those that learn from
-    it."""
+    """How many steps the weights that draw an answer may lack of those that learn from it, for `bounded` and
+    `in-flight`."""
 
     @property
     def staleness(self) -> int:
