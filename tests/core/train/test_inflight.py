@@ -71,7 +71,7 @@ class InFlight(Server):
     def added(self, future_id: str) -> AddedSample:
         operation = self.future(future_id).operation
         assert isinstance(operation, SampleOperation)
-        return inflight.added_sample(self.state, future_id, operation)
+        return inflight.added_sample(self.state, future_id, operation, routing=False)
 
 
 @pytest.mark.parametrize("from_snapshot", [True, False])

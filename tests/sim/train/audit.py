@@ -98,7 +98,8 @@ class Audit:
     def model_of(self, sample: ops.Operation | None) -> str:
         """The model whose in-flight weights it is drawn from; empty: its weights never change."""
         sampler_id = sample.sampler_id if isinstance(sample, SampleOperation) else ""
-        saves = [each.operation for each in self.accepted.values() if isinstance(each.operation, ops.SaveSampler)]
+        operations = (each.operation for each in self.accepted.values())
+        saves = [each for each in operations if isinstance(each, ops.SaveSampler)]
         return next((save.model_id for save in saves if save.inflight and save.sampler_id == sampler_id), "")
 
     def _draw(self, fact: facts.SliceEnded) -> None:

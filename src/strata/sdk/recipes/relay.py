@@ -99,7 +99,7 @@ class _RelayServer(socketserver.ThreadingMixIn, socketserver.BaseServer):
     block_on_close = False
 
     def __init__(self, relay: Relay, listener: socket.socket) -> None:
-        super().__init__(None, _Handler)
+        super().__init__(listener.getsockname(), _Handler)
         self.relay = relay
         self._listener = listener
         self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)

@@ -173,7 +173,8 @@ class Adapters:
             return output
         products = self.products or choose_products(inputs, output, spans, self._grouped, self._batched)
         if not torch.is_grad_enabled():
-            products.add(output.view(-1, output.shape[-1]), inputs.reshape(-1, inputs.shape[-1]), spans)
+            rows = inputs.reshape(-1, inputs.shape[-1])
+            products.add(output.view(-1, output.shape[-1]), rows, spans)  # type: ignore[arg-type]  # chosen for them
             return output
         trained = next((matrix for matrix in matrices if matrix.requires_grad), None)
         added: torch.Tensor = _AddSpans.apply(output, inputs, trained, products, spans)  # type: ignore[no-untyped-call]

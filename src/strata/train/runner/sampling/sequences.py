@@ -185,7 +185,7 @@ class RunningSequence:
         self.top_logprobs += logprobs[:k].numpy().tobytes()
 
     def take_drawn(self, reason: Literal["", "stop", "length"] = "") -> DrawnPart | None:
-        """Returns what was drawn since the last report; None if nothing was. One version drew it: a slice has no other."""
+        """Returns what was drawn since the last report, by one version: a slice has no other. None if nothing was."""
         start, count = self.reported, len(self.tokens) - self.reported
         if not count or self.group.version is None:
             return None
