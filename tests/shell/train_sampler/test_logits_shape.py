@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import jsonschema_rs
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -69,6 +70,8 @@ def test_each_token_is_drawn_from_the_distribution_of_the_processors(
     assert isinstance(untouched, SampleResult)
     assert [tokens_in(each) for each in shaped.sequences] != [tokens_in(each) for each in untouched.sequences]
     assert [each.tokens for each in untouched.sequences] == [each.tokens for each in stage.one(plain).sequences]
+    biased = msgspec.structs.replace(sample.params, temperature=0.0)
+    cut = msgspec.structs.replace(sample.params, logit_bias={}, repetition_penalty=1.0)
     for sequence in shaped.sequences:
         tokens = tokens_in(sequence)
         ids = torch.tensor([[*tokens_in(prompt), *tokens]])
@@ -77,8 +80,10 @@ def test_each_token_is_drawn_from_the_distribution_of_the_processors(
         top_tokens, top_logprobs = top_in(sequence.top)
         for place, token in enumerate(tokens):
             end = len(tokens_in(prompt)) + place
-            row = openai_penalties(sample.params, tokens[:place], logits[end - 1])
-            own = torch.log_softmax(warpers(sample.params)(ids[:, :end], row[None]), -1)[0]
+            # In the order of vLLM: biases, repetition, presence and frequency, temperature, what is cut off.
+            row = warpers(biased)(ids[:, :end], logits[end - 1 : end])[0]
+            row = openai_penalties(sample.params, tokens[:place], row)
+            own = torch.log_softmax(warpers(cut)(ids[:, :end], row[None]), -1)[0]
             assert abs(float(own[token]) - float(logprobs_in(sequence)[place])) < CLOSE
             if not sample.params.temperature:
                 assert float(own.max() - own[token]) < CLOSE
