@@ -19,7 +19,18 @@ from tests.tiers.table import Tier
 
 ROOT: Final = Path(__file__).parents[2]
 ROWS: Final = [row for rows in CAPABILITIES.values() for row in rows]
-PLATFORMS: Final = {"cuda", "nccl", "arm64", "windows", "macos", "gpus", "sampling", "router_replay"}
+PLATFORMS: Final = {
+    "cuda",
+    "nccl",
+    "arm64",
+    "windows",
+    "macos",
+    "gpus",
+    "sampling",
+    "router_replay",
+    "in-flight samplers",
+    "images",
+}
 """Marks that are no setting."""
 
 

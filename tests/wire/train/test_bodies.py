@@ -38,10 +38,13 @@ def test_a_snapshot_for_a_sampler_is_what_a_save_is_anyway() -> None:
     assert save_for_sampler("snapshot") == ops.SaveWeights("s:train:0", 3, "sampler_weights", "mine")
 
 
-def test_weights_that_change_under_a_sampler_are_refused_with_what_to_do_instead() -> None:
-    with pytest.raises(StrataError, match=r"kind: .*save a snapshot") as refused:
+def test_an_inflight_sampler_has_a_number_and_no_path() -> None:
+    with pytest.raises(StrataError, match=r"kind: .*no path") as refused:
         save_for_sampler("inflight")
     assert refused.value.code is Code.INVALID
+    body = b'{"model_id":"s:train:0","seq_id":3,"sampling_session_seq_id":7,"kind":"inflight"}'
+    operation = msgspec.json.decode(body, type=SaveWeightsForSampler).operation()
+    assert operation == ops.SaveSampler("s:train:0", 3, "s:sample:7", inflight=True)
 
 
 def test_what_is_for_a_loss_that_is_not_here_is_refused_with_the_option_to_set() -> None:
