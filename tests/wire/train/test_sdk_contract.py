@@ -54,6 +54,7 @@ NO_FIELD: Final = {
 }
 """Fields of the SDK that no body has."""
 OURS: Final = {
+    "SampleRequest.max_staleness": "of in-flight samplers: how many saves may end while the sample runs",
     "AdamParams.type": "so that it can stand where the parameters of muon do",
     "CreateModelRequest.schedule": "of strata.sdk",
     "FutureRetrieveRequest.wait_s": "of strata.sdk",
