@@ -36,7 +36,7 @@ from bench.train.protocol import Server
 from strata.base.secret import Secret
 from strata.sdk.fleet import ClientSettings
 from strata.sdk.recipes.connection import open_connection
-from strata.sdk.recipes.prepare import make_method, read_recipe_rows
+from strata.sdk.recipes.prepare import OpenedParts, make_method, read_recipe_rows
 from strata.sdk.recipes.recipe import Recipe, RecipeReinforcement, read_recipe
 from strata.sdk.recipes.reinforcement import ReinforcementTraining
 from strata.sdk.recipes.rendering import Renderer
@@ -184,7 +184,7 @@ def train(server: Server, folder: Path, recipe: Recipe, reward_s: float) -> Time
             recipe_folder=EXAMPLE.parent,
         )
         record = begin_attempt(place, run.open_run(rows.settings))
-        prepared = make_method(recipe, rows, Renderer.load(folder / "model"), place, None)
+        prepared = make_method(recipe, rows, Renderer.load(folder / "model"), place, OpenedParts())
         method = prepared.method
         assert isinstance(method, ReinforcementTraining)
         draws = TimedDraws(method.draw)

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import pytest
 
+from strata.train.api import rollout_files
 from strata.train.api.template_process import (
     ChatRendering,
     GrammarCheck,
@@ -177,7 +178,7 @@ async def test_hostile_sessions_are_not_there(site: Site, tries: Tries) -> None:
     for more in ({"prompts": "all"}, {"id": "rollout_x"}, {"prompts": 1}):
         tries(1)
         assert (await site.alice.send("POST", sessions, json=more)).status_code == 400
-    assert not list(site.stack.settings.rollout_sessions.glob("*/*"))
+    assert not list((site.stack.settings.data / rollout_files.FOLDER).glob("*/*"))
 
 
 @pytest.mark.attack(AREA, "templates, and names of the template engine, in a request")

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -100,10 +101,10 @@ async def drawn_by(server: ServeProcess, model_id: str) -> Mapping[str, Sequence
     """The results of the samples of a session, as they are stored. The server has ended."""
     session, payloads = model_id.partition(":")[0], Payloads(server.settings.payloads)
     found = {}
-    for fact in await server.journaled():
-        result = fact.result if isinstance(fact, facts.OperationFinished) else None
-        if isinstance(result, ops.SampleDone) and fact.future_id.startswith(session):
-            found[fact.future_id] = decode_result(payloads.read(result.payload)).sequences
+    finished = [each for each in await server.journaled() if isinstance(each, facts.OperationFinished)]
+    for fact in finished:
+        if isinstance(fact.result, ops.SampleDone) and fact.future_id.startswith(session):
+            found[fact.future_id] = decode_result(payloads.read(fact.result.payload)).sequences
     return found
 
 
@@ -233,10 +234,13 @@ class Campaign:
     async def _keep_killing(self) -> None:
         """Spread over the saves; each of the three in turn."""
         for number in range(self._kills):
-            await until(lambda number=number: len(self.saved) >= (number + 1) * self._saves // (self._kills + 1))
+            await until(partial(self._has_saved, (number + 1) * self._saves // (self._kills + 1)))
             victim = VICTIMS[number % len(VICTIMS)]
-            await until(lambda victim=victim: self._server.kill(victim))
+            await until(partial(self._server.kill, victim))
             self.killed.append(victim)
+
+    def _has_saved(self, times: int) -> bool:
+        return len(self.saved) >= times
 
 
 @pytest.mark.proves(
@@ -290,7 +294,7 @@ async def test_every_token_is_that_of_peft_with_the_weights_that_its_spans_name(
         with TrainingServer(server.url, server.key) as ours:
             trained = ours.create_model("tiny", rank=8, seed=1, user_metadata={"inflight_cache": cache})
             versions: dict[int, str] = {}
-            samples = []
+            samples, samplers, stale = [], [], []
             for number in range(8):
                 trained.forward_backward([Datum([9, 8, 7, 6, 5], [8, 7, 6, 5, 4 + number])])
                 trained.optim_step(learning_rate=2e-2)
@@ -298,12 +302,15 @@ async def test_every_token_is_that_of_peft_with_the_weights_that_its_spans_name(
                 trained.save_for_sampling(name)
                 versions[trained._numbers.next] = name
                 sampler = trained.sampler(inflight=True).result()
+                samplers.append(sampler)
                 samples.append(sampler.sample(PROMPT, 2, max_tokens=LONG, seed=number, stop=[]))
                 if number == 2:
-                    stale = sampler.sample(PROMPT, max_tokens=LONG, max_staleness=0, stop=[])
-            shown = httpx.get(f"{server.url}/api/v1/samplers/{sampler.sampler_id}", headers={"X-API-Key": server.key})
+                    stale.append(sampler.sample(PROMPT, max_tokens=LONG, max_staleness=0, stop=[]))
+            shown = httpx.get(
+                f"{server.url}/api/v1/samplers/{samplers[-1].sampler_id}", headers={"X-API-Key": server.key}
+            )
             with pytest.raises(StrataError, match="max_staleness is 0"):
-                stale.result()
+                stale[0].result()
             return versions, list(itertools.chain(*(each.result() for each in samples))), shown.json(), trained.model_id
 
     versions, samples, shown, model_id = await asyncio.to_thread(work)

@@ -110,13 +110,13 @@ def _processed(case: Case, tokens: Sequence[int], params: SampleParams) -> torch
         warpers.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
         warpers.append(TopPLogitsWarper(params.top_p))
-    ids = torch.tensor([list(tokens)])
-    scores = torch.as_tensor(case.logits(case.second, tokens), dtype=torch.float32)[None]
+    ids: Any = torch.tensor([list(tokens)])
+    scores: Any = torch.as_tensor(case.logits(case.second, tokens), dtype=torch.float32)[None]
     return torch.log_softmax(warpers(ids, scores) if warpers else scores, dim=-1)[0]
 
 
 def _tokens(sequence: SampledSequence) -> list[int]:
-    return np.frombuffer(sequence.tokens, "<i4").tolist()
+    return [int(each) for each in np.frombuffer(sequence.tokens, "<i4")]
 
 
 async def _sample(case: Case, params: SampleParams, samples: int = 1, **more: Any) -> Any:

@@ -198,7 +198,10 @@ async def case(engine: EngineProcess, model: Path, tmp_path: Path) -> AsyncItera
         with torch.no_grad():
             return oracles[version.name](torch.tensor([list(tokens)])).logits[0, -1]
 
-    yield Case(adapter, first, second, ask, after, tokenizer.decode)
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens)))
+
+    yield Case(adapter, first, second, ask, after, decode)
     for version in (first, second):
         await adapter.unload_version(version.name)
     await adapter.close()

@@ -52,8 +52,9 @@ MAY_CATCH_ALL: Final = {
     "src/strata/http/root.py",
     "src/strata/hub/subscriptions.py",
     "src/strata/hub/sweeps.py",
+    "src/strata/sdk/recipes/environment_program.py",
 }
-"""The periodic loop and the outermost handler of each process, thread, attempt, subscription or sweep."""
+"""The periodic loop and the outermost handler of each process, thread, attempt, subscription, sweep or episode."""
 
 
 @dataclass(frozen=True)

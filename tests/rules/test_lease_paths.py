@@ -97,8 +97,6 @@ ALLOWED: Final = {
         "Path(name)": "of our own making",
         "Path(text)": "the home of a user",
         "Path(program)": "our own program, and the interpreter of the owner's settings",
-        "path.parent / path.readlink()": "a link of these programs",
-        "Path(os.path.normpath(path.parent / path.readlink()))": "a link of these programs",
         "Path(sys.prefix)": "our own program",
         "Path(sys.base_prefix)": "our own program",
     },

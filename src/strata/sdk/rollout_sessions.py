@@ -25,10 +25,10 @@ class RolloutBranch:
     weights: Sequence[float]
     """1 for what was sampled in this branch, 0 for what was given to the model."""
     logprobs: Sequence[float]
-    """Of the distribution that the token was drawn from."""
+    """Those of the distribution that the token was drawn from."""
 
     def datum(self, advantage: float) -> Datum:
-        """For a loss that learns from samples: the advantage at each sampled token."""
+        """Makes a datum for a loss that learns from samples: the advantage at each sampled token."""
         weights = self.weights[1:]
         return Datum(
             self.tokens[:-1],

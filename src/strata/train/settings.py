@@ -390,11 +390,6 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.data / "imports"
 
     @property
-    def rollout_sessions(self) -> Path:
-        """The turns of rollout sessions, which all API servers share."""
-        return self.data / "rollout_sessions"
-
-    @property
     def fetched(self) -> Path:
         """Checkpoints that are being fetched from the object store."""
         return self.data / "fetched"

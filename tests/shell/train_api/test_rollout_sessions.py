@@ -188,7 +188,7 @@ async def test_a_session_of_another_tenant_an_expired_and_a_deleted_one_are_not_
     assert (await site.bob.send("GET", SESSIONS)).json()["data"] == []
     (card,) = (await site.alice.send("GET", SESSIONS)).json()["data"]
     assert card["base_path"] == path
-    (file,) = site.stack.settings.rollout_sessions.glob("*/rollout_*")
+    (file,) = (site.stack.settings.data / rollout_files.FOLDER).glob("*/rollout_*")
     status = file.stat()
     os.utime(file, (status.st_atime, status.st_mtime - rollout_files.TTL_S - 1))
     assert (await site.alice.send("GET", path)).status_code == 404

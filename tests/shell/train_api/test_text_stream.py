@@ -11,8 +11,9 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from strata.base.errors import StrataError
-from strata.train.api.text import CALL_START, ModelText, TextStream
+from strata.train.api.text import ModelText, TextStream
 from strata.train.core.sampling import REPLACEMENT
+from strata.train.grammar import CALL_START
 from strata.train.runner.model.tiny import train_tokenizer
 from strata.train.runner.sampling.sequences import StopStrings
 

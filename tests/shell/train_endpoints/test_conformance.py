@@ -56,7 +56,7 @@ async def fake_case(tmp_path: Path, *, whole: bool, processed: bool = True) -> A
             return tokens
 
         def after(version: ModelVersion, tokens: Sequence[int]) -> list[float]:
-            return logits(weights_digest(version.folder), tokens[-1]).tolist()
+            return [float(each) for each in logits(weights_digest(version.folder), tokens[-1])]
 
         try:
             yield Case(engine, first, second, ask, after, decode)

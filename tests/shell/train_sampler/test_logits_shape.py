@@ -16,7 +16,7 @@ import torch
 from transformers import AutoTokenizer
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.sampling import MISSING_LOGPROB, SampleParams, SampleResult
+from strata.train.core.sampling import MISSING_LOGPROB, AddedSample, SampleParams, SampleResult
 from strata.train.grammar import json_grammar, tool_call_grammar
 from strata.train.runner.sampling.sampling_ops import LogitsProcessor, sample_tokens
 from tests.shell.train_sampler.stage import (
@@ -189,5 +189,5 @@ def test_a_forced_call_is_of_one_of_the_tools_with_its_arguments(stage: Stage, m
 def test_a_grammar_that_cannot_be_compiled_is_refused(stage: Stage) -> None:
     for grammar in ("start: (", "nonsense", 'start: %json {"type": "color"}'):
         with pytest.raises(StrataError, match="the grammar cannot be compiled") as error:
-            stage.sampler.cost(ask(prompt_of(1, 3), BASE, grammar=grammar))
+            stage.sampler.cost(AddedSample("it", ask(prompt_of(1, 3), BASE, grammar=grammar)))
         assert error.value.code is Code.INVALID

@@ -89,5 +89,5 @@ def test_every_rank_is_told_of_all_samplers_in_use_so_that_they_meet() -> None:
     scatter = SampleScatter(3, lambda added: added.sample.length, 10)
     added = [AddedSample(name, ask(prompt_of(1, 5), name)) for name in ("b", "a")]
     parts = scatter.partition(SamplingSlice(1, added))
-    assert [part.samplers for part in parts] == [["a", "b"]] * 3
+    assert [part.weights for part in parts] == [["a", "b"]] * 3
     assert SampleParams() == added[0].sample.params

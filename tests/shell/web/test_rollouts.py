@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from strata.sdk.train import Datum, TrainingServer
-from strata.train.api.text import CALL_START
+from strata.train.grammar import CALL_START
 from strata.train.runner.model.tiny import train_tokenizer
 from strata.web.pages.rollouts import gap_level, logprob_level
 from tests.shell.fleet_http.running import Running

@@ -121,8 +121,8 @@ def _nothing_pending(state: TrainState, after: int) -> dict[str, ops.Operation]:
     return {}
 
 
-def _from_the_start(state: TrainState, future_id: str, sample: SampleOperation) -> AddedSample:
-    return msgspec.structs.replace(_added(state, future_id, sample), drawn={})
+def _from_the_start(state: TrainState, future_id: str, sample: SampleOperation, *, routing: bool) -> AddedSample:
+    return msgspec.structs.replace(_added(state, future_id, sample, routing=routing), drawn={})
 
 
 def _coming_is_open(state: TrainState, future_id: str, sample: SampleOperation) -> bool:

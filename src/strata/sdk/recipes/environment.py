@@ -211,7 +211,7 @@ def open_environment(recipe: Recipe, recipe_folder: Path, run_folder: Path) -> I
     """The process of the recipe's environment, until the block ends."""
     wanted = recipe.env
     assert wanted is not None, "it has an environment"
-    python = Path((wanted.python and recipe_folder / Path(wanted.python).expanduser()) or sys.executable)
+    python = recipe_folder / Path(wanted.python).expanduser() if wanted.python else Path(sys.executable)
     if not python.exists():
         raise StrataError(Code.NOT_FOUND, f"env.python: there is no {python}")
     with ExitStack() as stack:

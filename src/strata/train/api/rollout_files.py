@@ -24,6 +24,8 @@ from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.train.core.rollout_session import PromptMode, Turn
 
+FOLDER: Final = "rollout_sessions"
+"""The folder in the data of a server that all its API servers share."""
 FORMAT: Final = 1
 MAX_SESSIONS: Final = 4096
 """Sessions of one tenant."""
@@ -127,7 +129,7 @@ class RolloutFiles:
             raise _over_quota(f"the rollout sessions have {size >> 20} MiB, and {MAX_TENANT_BYTES >> 20} is the most")
 
     def remove_expired(self, now_s: float) -> None:
-        """Of all tenants: those who do not come back would leave theirs."""
+        """Removes those of all tenants: who does not come back would leave theirs."""
         for folder in self.folder.glob("*"):
             for _ in _unexpired(folder, now_s):
                 pass

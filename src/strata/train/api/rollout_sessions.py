@@ -12,7 +12,7 @@ import asyncio
 from strata.http.route import KIB, RESEARCHER, VIEWER, RawReply, Route
 from strata.train.api import completions as plain
 from strata.train.api.context import ApiCall
-from strata.train.api.rollout_files import FORMAT, RolloutFiles, SessionHead, StoredSession
+from strata.train.api.rollout_files import FOLDER, FORMAT, RolloutFiles, SessionHead, StoredSession
 from strata.train.api.rollout_turns import RolloutTurns
 from strata.train.wire import openai, rollout_sessions
 from strata.train.wire.rollout_sessions import PATH, RolloutSessionCard, RolloutSessionCards, RolloutSessionReply
@@ -89,7 +89,7 @@ async def _read(call: ApiCall) -> StoredSession:
 
 
 def _files(call: ApiCall) -> RolloutFiles:
-    return RolloutFiles(call.context.settings.rollout_sessions)
+    return RolloutFiles(call.context.settings.data / FOLDER)
 
 
 def _reply(stored: StoredSession, first_branch: int) -> RolloutSessionReply:

@@ -32,7 +32,7 @@ from strata.identity.authenticate import Authenticator
 from strata.train.api.context import REPLY_TIMEOUT_S, ApiContext, ApiMetrics, OrchestratorPort
 from strata.train.api.images import image_form
 from strata.train.api.keys import load_operator_token
-from strata.train.api.rollout_files import RolloutFiles
+from strata.train.api.rollout_files import FOLDER, RolloutFiles
 from strata.train.api.routes import application
 from strata.train.api.template_process import TemplateRenderer
 from strata.train.api.text import TextLoader
@@ -85,7 +85,7 @@ class APIServer:
         require_private_folder(settings.data, "the server's files")
         # Uploads of a process that was killed.
         await asyncio.to_thread(_remove_uploads, settings.imports, self._number)
-        await asyncio.to_thread(RolloutFiles(settings.rollout_sessions).remove_expired, clock.wall_s())
+        await asyncio.to_thread(RolloutFiles(settings.data / FOLDER).remove_expired, clock.wall_s())
         shared = settings.server.api_servers > 1
         async with (
             open_key_database(settings.identity_database, shared=shared) as identity,

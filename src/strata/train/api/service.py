@@ -14,8 +14,9 @@ from strata.http.route import KIB, MIB, OPERATOR, PUBLIC, READS, RESEARCHER, VIE
 from strata.identity.roles import CallerKind, Role
 from strata.train.api.context import ApiCall
 from strata.train.api.front import SEES_ALL
-from strata.train.api.text import CALL_START, ModelText
+from strata.train.api.text import ModelText
 from strata.train.core import client_commands, ops
+from strata.train.grammar import CALL_START
 from strata.train.images import ImageForm
 from strata.train.status import queries, views
 from strata.train.status.reports import (

@@ -6,11 +6,12 @@ prompt is never stored twice, and what is trained later are the tokens that were
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Literal
 
 import msgspec
+
+from strata.base.digest import sha256_hex
 
 PromptMode = Literal["tokens", "template"]
 TurnOrigin = Literal["start", "continued", "messages_changed", "not_appended", "tokens_changed"]
@@ -58,7 +59,7 @@ def conversation_keys(before: bytes, messages: Iterable[bytes]) -> Sequence[byte
     """The key of the conversation after each message, from the key before the first."""
     keys = []
     for message in messages:
-        before = hashlib.sha256(before + message).digest()
+        before = bytes.fromhex(sha256_hex(before + message))
         keys.append(before)
     return keys
 

@@ -61,7 +61,7 @@ class SampleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
     @property
     def shapes_logits(self) -> bool:
-        """Whether a token's logit depends on more than the model, and the temperature."""
+        """Says whether a token's logit depends on more than the model and the temperature."""
         return bool(
             self.presence_penalty
             or self.frequency_penalty

@@ -32,7 +32,7 @@ from strata.train.payload import Payloads
 Recorded = Mapping[bytes, tuple[ops.Payload, int]]
 """The result of each recorded sample, and its place there, by the digest of its tokens."""
 MAX_ROUTING_BYTES: Final = 1 << 30
-"""Of a pass: it travels to the ranks in one piece. More is not replayed."""
+"""The most of a pass, which travels to the ranks in one piece. More is not replayed."""
 _log = log.get(__name__)
 
 

@@ -205,7 +205,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         return self.tool_choice not in (None, "none", "auto")
 
     def grammar(self) -> str:
-        """What the reply has to be; empty if it may be any text."""
+        """Returns what the reply has to be; empty if it may be any text."""
         schema = None if self.response_format is None else self.response_format.schema
         if schema is not None and self.offered_tools:
             raise invalid_field("response_format", "cannot be enforced on a reply that may call a tool")
@@ -423,7 +423,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     choices: Sequence[ChatChunkChoice]
     usage: TokenUsage | None = None
     prompt_token_ids: TokenIds = msgspec.UNSET
-    """In the first chunk of the first choice."""
+    """The first chunk of the first choice has them."""
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
@@ -444,7 +444,7 @@ class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None
     token_ids: TokenIds = msgspec.UNSET
     prompt_token_ids: TokenIds = msgspec.UNSET
-    """In a stream, in the first chunk of each choice."""
+    """The first chunk of each choice in a stream has them."""
 
 
 class TextCompletion(msgspec.Struct, frozen=True, kw_only=True):

@@ -77,7 +77,7 @@ class RolloutBranchReply(msgspec.Struct, frozen=True, kw_only=True):
     weights: Sequence[float]
     """1 for what was sampled here, and in no branch before this one; else 0."""
     logprobs: Sequence[float]
-    """Of the distribution that the token was drawn from; 0 where the weight is."""
+    """Those of the distribution that the token was drawn from; 0 where the weight is."""
 
 
 class RolloutSessionReply(msgspec.Struct, frozen=True, kw_only=True):

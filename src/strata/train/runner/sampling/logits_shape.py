@@ -71,7 +71,7 @@ class LogitsShape:
 
     @property
     def failure(self) -> str:
-        """Why no further token can be drawn; empty if one can."""
+        """Says why no further token can be drawn; empty if one can."""
         if self._matcher is None or not self._matcher.is_error():
             return ""
         return f"the grammar is too complex to go on: {self._matcher.get_error()[:300]}"
