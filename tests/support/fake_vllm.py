@@ -307,14 +307,14 @@ class FakeVllm:
         numbers = max(body.get("logprobs") or 0, body.get("prompt_logprobs") or 0)
         if numbers > self._max_logprobs or (body.get("stream") and body.get("prompt_logprobs")):
             return "no such log probabilities"
-        fits = len(body["prompt"]) + body["max_tokens"] <= CONTEXT and "" not in body.get("stop", ())
+        fits = len(body["prompt"]) < CONTEXT and "" not in body.get("stop", ())
         return None if fits else "it does not fit"
 
     def _draw(self, weights: str, body: Body, index: int) -> _Drawn:
         name = f"{weights} {body['prompt']} {body.get('seed')} {index}"
         rng = np.random.default_rng(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]))
         drawn, last = _Drawn(index), body["prompt"][-1]
-        while len(drawn.tokens) < body["max_tokens"]:
+        while len(drawn.tokens) < min(body["max_tokens"], CONTEXT - len(body["prompt"])):
             raw = logits(weights, last)
             allowed = body.get("allowed_token_ids")
             values = raw if allowed is None else np.where(np.isin(np.arange(VOCABULARY), allowed), raw, -np.inf)

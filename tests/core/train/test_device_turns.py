@@ -124,12 +124,12 @@ def test_the_devices_pass_only_when_what_runs_on_them_has_ended() -> None:
 def test_samples_of_the_ranks_end_before_they_sleep_and_no_others_begin() -> None:
     server = SharedDevices()
     sampler = server.weights()
-    first = server.sample(sampler, 1, temperature=0.5)
+    first = server.sample(sampler, 1, min_p=0.5)
     slice_1 = server.dispatch()
     assert slice_1 is not None
     assert list(slice_1.future_ids) == [first]
     server.request(TURN_S)
-    server.sample(sampler, 2, temperature=0.5)
+    server.sample(sampler, 2, min_p=0.5)
     server.ask(CompleteSlice(slice_1.number, (), 1, server.now_s))
     assert server.take().facts == ()
     slice_2 = server.dispatch()
@@ -284,7 +284,7 @@ def test_ranks_that_a_client_put_to_sleep_pass_the_devices_as_others_do() -> Non
 def test_samples_that_are_paused_since_a_client_put_the_ranks_to_sleep_hold_up_no_turn_and_are_not_computed() -> None:
     server = SharedDevices(max_running=1)
     sampler = server.weights()
-    sample = server.sample(sampler, 1, temperature=0.5)
+    sample = server.sample(sampler, 1, min_p=0.5)
     computed = server.dispatch()
     assert computed is not None
     server.ask(CompleteSlice(computed.number, (), 1, server.now_s))

@@ -225,11 +225,15 @@ class CompletionStream:
 
 
 def read_completion(completion: Completion, model: str, sample: SampleOperation) -> SampleResult:
-    """UNAVAILABLE unless the reply has every requested number, from the requested weights."""
+    """UNAVAILABLE unless the reply has every requested number, from the requested weights. UNSUPPORTED if the context of
+    the engine, which vLLM does not say, has cut a sample."""
     choices = sorted(completion.choices, key=lambda choice: choice.index)
     wanted = _drawn(sample)
     if completion.model != model or len(choices) != wanted:
         raise StrataError(Code.UNAVAILABLE, f"the engine replied with {len(choices)} samples of {completion.model!r}")
+    limit = sample.params.max_tokens
+    if limit is not None and any(each.finish_reason == "length" and len(each.token_ids) < limit for each in choices):
+        raise StrataError(Code.UNSUPPORTED, f"the engine's context has no room for {limit} tokens after this prompt")
     sequences = [_sequence(choice, sample.topk_sample_logprobs) for choice in choices]
     sequences *= sample.num_samples if wanted < sample.num_samples else 1
     if not sample.wants_prompt:
