@@ -225,8 +225,8 @@ class CompletionStream:
 
 
 def read_completion(completion: Completion, model: str, sample: SampleOperation) -> SampleResult:
-    """UNAVAILABLE unless the reply has every requested number, from the requested weights. UNSUPPORTED if the context of
-    the engine, which vLLM does not say, has cut a sample."""
+    """UNAVAILABLE unless the reply has every requested number, from the requested weights. UNSUPPORTED if the engine's
+    context has cut a sample, which vLLM does not say."""
     choices = sorted(completion.choices, key=lambda choice: choice.index)
     wanted = _drawn(sample)
     if completion.model != model or len(choices) != wanted:
