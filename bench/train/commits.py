@@ -4,8 +4,8 @@ Both train the same small model on two ranks and stay alive, so the one that doe
 is that of this commit, so what it takes is the same for both.
 
 - `op.latency`: an operation that computes nothing (discard gradients), from HTTP to the ranks and back.
-- `pass.lora`, `pass.full`: steps of `forward_backward` and `optim_step`, two submitted at once. The model is small
-  enough for the server to count.
+- `pass.lora`, `pass.full`, `pass.experts`: steps of `forward_backward` and `optim_step`, two submitted at once. The
+  model is small enough for the server to count; that with experts is trained in full.
 - `sample.tokens`: requests that are sampled together from a snapshot of the adapter.
 - `….cpu`: the processor time of all processes of a server for one operation, step or token.
 """
@@ -31,12 +31,17 @@ from bench.against import OLDER_GOAL
 from bench.interleave import Better, Comparison, Measure, interleave
 from bench.load_process import STRATA
 from bench.report import Report
-from bench.train.processes import served, settings_of, tree_cpu_s
+from bench.train.processes import served, settings_of, shape_of, tree_cpu_s
 from bench.train.protocol import BenchCommand, Tokens, Work, draw
 from bench.train.wire import Wire, train
-from strata.train.runner.model.tiny import TinyModel, make
+from strata.train.runner.model.tiny import make
 
 WORK: Final = Work(layers=4, hidden=256, vocabulary=2048, documents=8, length=64)
+WORKS: Final = {
+    "lora": WORK,
+    "full": msgspec.structs.replace(WORK, training="full"),
+    "experts": msgspec.structs.replace(WORK, training="full", experts=32),
+}
 CONTEXT: Final = 256
 STEPS: Final = 2
 """Submitted at once."""
@@ -83,12 +88,11 @@ Act = Callable[[Commit, float], Turn]
 
 
 async def run(report: Report, program: str, turns: Turns) -> None:
-    for training in ("lora", "full"):
-        work = msgspec.structs.replace(WORK, training=training)
-        report.progress(f"the ranks of both commits start, {training}")
+    for name, work in WORKS.items():
+        report.progress(f"the ranks of both commits start, {name}")
         async with _commits(program, work) as both:
-            await _compare_steps(report, both, work, turns)
-            if training == "lora":
+            await _compare_steps(report, name, both, work, turns)
+            if name == "lora":
                 report.progress("operations that compute nothing")
                 await _compare(report, both, "op.latency", "ms", _discard, turns, of="operation", better="lower")
                 await _compare_samples(report, both, work, turns)
@@ -99,9 +103,8 @@ async def _commits(program: str, work: Work) -> AsyncIterator[tuple[Commit, Comm
     """The new one and the old one."""
     # A short path: Unix sockets lie below it.
     root = Path(tempfile.mkdtemp(prefix="strata-bench-"))
-    shape = TinyModel(layers=work.layers, hidden=work.hidden, vocabulary=work.vocabulary, context=CONTEXT)
     try:
-        await asyncio.to_thread(make, root / "model", shape)
+        await asyncio.to_thread(make, root / "model", shape_of(work, CONTEXT))
         async with _commit(root / "new", STRATA, work) as newer, _commit(root / "old", program, work) as older:
             yield newer, older
     finally:
@@ -117,7 +120,7 @@ async def _commit(folder: Path, program: str, work: Work) -> AsyncIterator[Commi
             yield Commit(wire, server.pid)
 
 
-async def _compare_steps(report: Report, both: tuple[Commit, Commit], work: Work, turns: Turns) -> None:
+async def _compare_steps(report: Report, name: str, both: tuple[Commit, Commit], work: Work, turns: Turns) -> None:
     batches = draw(work)
     losses = [await asyncio.to_thread(_untrained_loss, commit, batches) for commit in both]
     if not math.isclose(*losses, rel_tol=SAME_LOSS):
@@ -132,8 +135,8 @@ async def _compare_steps(report: Report, both: tuple[Commit, Commit], work: Work
             steps += STEPS
         return Turn(steps * work.step_tokens / (perf_counter() - started_s), steps)
 
-    report.progress(f"training passes, {work.training}")
-    await _compare(report, both, f"pass.{work.training}", "tokens/s", act, turns, of="step")
+    report.progress(f"training passes, {name}")
+    await _compare(report, both, f"pass.{name}", "tokens/s", act, turns, of="step")
 
 
 def _untrained_loss(commit: Commit, batches: Tokens) -> float:

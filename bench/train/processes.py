@@ -117,19 +117,23 @@ def settings_of(folder: Path, model: Path, work: Work) -> str:
     return SETTINGS.format(folder=folder, model=model, name=MODEL, work=work)
 
 
+def shape_of(work: Work, context: int) -> TinyModel:
+    return TinyModel(
+        family="qwen3_moe" if work.experts else "llama",
+        layers=work.layers,
+        hidden=work.hidden,
+        vocabulary=work.vocabulary,
+        context=context,
+        experts=work.experts or 1,
+    )
+
+
 @asynccontextmanager
 async def sides(work: Work) -> AsyncIterator[Sides]:
     """Both groups of ranks with the same model, alive and idle until they are told something."""
     # A short path: Unix sockets lie below it.
     folder = Path(tempfile.mkdtemp(prefix="strata-bench-"))
-    shape = TinyModel(
-        family="qwen3_moe" if work.experts else "llama",
-        layers=work.layers,
-        hidden=work.hidden,
-        vocabulary=work.vocabulary,
-        context=max(work.length, 64),
-        experts=work.experts or 1,
-    )
+    shape = shape_of(work, max(work.length, 64))
     try:
         parameters = await asyncio.to_thread(make, folder / "model", shape)
         batches, settings = folder / "batches.npy", folder / "server.toml"
