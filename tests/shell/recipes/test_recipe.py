@@ -65,6 +65,10 @@ def test_yaml_says_the_same_as_toml(tmp_path: Path) -> None:
             "grpo.pipeline: answers of older weights need a correction",
         ),
         (
+            'kind = "grpo"\n[data]\npath = "x"\n[grpo]\npipeline = "in-flight"\nrouter_replay = true',
+            "grpo.router_replay: answers that several versions draw have no routing",
+        ),
+        (
             'kind = "sft"\n[data]\npath = "x"\n[server]\nranks = 3\n[parallel]\ntensor = 2',
             "r.toml:6: parallel: parallel.tensor 2 does not",
         ),

@@ -383,6 +383,8 @@ def _reinforcement_conflicts(grpo: RecipeReinforcement) -> list[tuple[tuple[str,
         found.append((("grpo", "pipeline"), 'answers of older weights need a correction, and correction is "none"'))
     if grpo.max_staleness != defaults.max_staleness and grpo.pipeline not in ("bounded", "in-flight"):
         found.append((("grpo", "max_staleness"), 'only pipeline = "bounded" and "in-flight" take it'))
+    if grpo.router_replay and grpo.pipeline == "in-flight":
+        found.append((("grpo", "router_replay"), "answers that several versions draw have no routing to replay"))
     return found
 
 
