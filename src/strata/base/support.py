@@ -250,11 +250,11 @@ TRAINING: Final = (
     ),
     SupportRow(
         "all sampling parameters on vLLM",
+        "supported",
         "experimental",
-        "experimental",
-        "pr",
-        "tests/shell/train_endpoints/test_conformance.py",
-        "a double of vLLM",
+        "weekly",
+        "tests/engines/test_vllm.py",
+        "vLLM on a CPU, one engine",
     ),
     SupportRow(
         "turns of ranks and vLLM",
