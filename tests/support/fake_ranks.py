@@ -463,8 +463,7 @@ class FakeRanks:
             first = sum(prompt) + (sample.params.seed or 0) + index
             tokens = array.array("i", [(first + step) % VOCABULARY for step in range(sample.params.max_tokens or 1)])
             logprobs = array.array("f", [-1.0 - weight] * len(tokens))
-            experts = bytes([*prompt, *tokens][:-1])
-            recorded = SampledRouting(1, 1, experts) if routing else None
+            recorded = SampledRouting(1, 1, bytes([*prompt, *tokens][:-1])) if routing else None
             sequences.append(SampledSequence(tokens.tobytes(), logprobs.tobytes(), "length", routing=recorded))
         unscored = 1 if sample.prompt_logprobs_last_n is None else len(prompt) - sample.prompt_logprobs_last_n
         scores = array.array("f", [*[float("nan")] * unscored, *[-1.0] * (len(prompt) - unscored)]).tobytes()

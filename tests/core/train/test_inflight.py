@@ -5,11 +5,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import pytest
 
 from strata.base.errors import Code
 from strata.train.core import facts, inflight, ops
 from strata.train.core.client_commands import OpenSession, SubmitOperation
+from strata.train.core.decide import digest_of
 from strata.train.core.inputs import ClientCommand, CompleteDispatch, CompleteSlice, DispatchNext, RanksAttached
 from strata.train.core.sampling import (
     AddedSample,
@@ -54,8 +56,8 @@ class InFlight(Server):
         assert dispatch is not None
         return dispatch
 
-    def sample(self, sampler_id: str, seq: int = 0, staleness: int | None = None) -> str:
-        sample = SampleOperation(sampler_id, seq, b"abcd", SampleParams(max_tokens=99), num_samples=2)
+    def sample(self, sampler_id: str, seq: int = 0, staleness: int | None = None, *, stream: bool = False) -> str:
+        sample = SampleOperation(sampler_id, seq, b"abcd", SampleParams(max_tokens=99), num_samples=2, stream=stream)
         if staleness is not None:
             sample = SampleOperation(sampler_id, seq, b"abcd", SampleParams(max_tokens=99), max_staleness=staleness)
         (future_id,) = self.accept(sample)
@@ -225,3 +227,50 @@ def test_what_was_drawn_in_two_slices_has_the_likeliest_tokens_of_both() -> None
     both = one.plus(other)
     assert (both.tokens, both.logprobs, both.stop_reason) == (b"12344321", b"56788765", "stop")
     assert both.top == TopLogprobs(b"abcdefghijklmnop", b"ABCDEFGHIJKLMNOP", 2, 2)
+
+
+def test_no_slice_makes_more_durable_than_a_fact_and_the_saved_state_have_room_for() -> None:
+    server = InFlight()
+    sampler = server.save(1)
+    future_id, other = server.sample(sampler), server.sample(sampler, 1)
+    large = inflight.MAX_PARTS_BYTES // 8
+    server.sliced({future_id: [part(0, large, 1)], other: [part(0, 2, 1)]})
+    assert future_id not in server.state.drawn
+    assert server.state.drawn[other].sequences[0].length == 2
+    for number in range(2 * inflight.MAX_DRAWN_BYTES // inflight.MAX_PARTS_BYTES):
+        server.sliced({other: [part(2 + number * (large // 2), large // 2, 1)]})
+    durable = server.state.drawn[other].sequences[0]
+    assert len(durable.tokens + durable.logprobs) <= inflight.MAX_DRAWN_BYTES
+    assert durable.length > inflight.MAX_DRAWN_BYTES // 16
+
+
+def test_a_save_that_names_a_sampler_of_another_kind_changes_nothing_of_it() -> None:
+    server = InFlight()
+    frozen, moving = server.save(1, inflight=False), server.save(2)
+    for seq, sampler_id, is_inflight in ((3, frozen, True), (4, moving, False)):
+        server.accept(ops.SaveSampler(MODEL, seq, sampler_id, is_inflight))
+        assert server.dispatch() is None, "it is refused"
+    assert not server.state.samplers[frozen].inflight
+    assert server.state.samplers[moving].inflight
+
+
+def test_clients_read_what_is_durable_without_the_last_token_of_a_sequence() -> None:
+    server = InFlight()
+    sampler = server.save(1)
+    future_id, silent = server.sample(sampler, stream=True), server.sample(sampler, 1)
+    dispatch = server.next()
+    parts = {each: [part(0, 3, 1), part(0, 2, 1, index=1)] for each in (future_id, silent)}
+    ended = msgspec.structs.replace(parts[future_id][1].added, stop_reason="stop")
+    parts[future_id][1] = DrawnPart(1, 0, ended)
+    server.ask(CompleteSlice(dispatch.number, [], 2, server.now_s, parts))
+    streamed = list(inflight.streamed_parts(server.state, [facts.SliceEnded(dispatch.number, parts)]))
+    assert [(name, each.index, each.end) for name, each in streamed] == [(future_id, 0, 3), (future_id, 1, 1)]
+
+
+def test_a_request_that_is_repeated_after_an_upgrade_from_0_2_0_has_the_same_digest() -> None:
+    prompt = struct.pack("<3i", 1, 2, 3)
+    plain = SampleOperation("s:sample:3", 7, prompt, SampleParams(max_tokens=4))
+    assert digest_of(plain) == "c5ddcac27f06662e5384a0dfe308f2b5748a3d01107dd45cc4190edec09fcbef"
+    params = SampleParams(seed=1, temperature=0.5, stop_strings=["x"])
+    other = SampleOperation("s:sample:3", 7, prompt, params, num_samples=2)
+    assert digest_of(other) == "51dbd79dbd695e7d627a29f6b66916f3435be9951629ea861d2d00fb9bf6c94d"

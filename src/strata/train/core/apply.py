@@ -122,9 +122,8 @@ def _accept(state: TrainState, fact: OperationAccepted) -> None:
             state.server_operations += 1
             _enqueue(state, fact.future_id)
         case ops.OpenSampler():
-            weights = operation.weights
-            path, run_id = (weights.path, weights.run_id) if weights is not None else (None, "")
-            _add_sampler(state, fact, operation.sampler_id, operation.base_model, path, run_id)
+            run_id = operation.weights.run_id if operation.weights is not None else ""
+            _add_sampler(state, fact, operation, operation.base_model, run_id)
             _enqueue(state, fact.future_id)
         case SampleOperation():
             state.turns += 1
@@ -155,8 +154,7 @@ def _accept_sequenced(state: TrainState, fact: OperationAccepted, operation: ops
     model = state.models[operation.model_id]
     model.last_request_at_s = fact.at_s
     if isinstance(operation, ops.SaveSampler):
-        _add_sampler(state, fact, operation.sampler_id, model.create.base_model, None, model.model_id)
-        state.samplers[operation.sampler_id].inflight = operation.inflight
+        _add_sampler(state, fact, operation, model.create.base_model, model.model_id)
     if operation.seq_id == 0:
         _enqueue(state, fact.future_id)
         return
@@ -165,11 +163,21 @@ def _accept_sequenced(state: TrainState, fact: OperationAccepted, operation: ops
 
 
 def _add_sampler(
-    state: TrainState, fact: OperationAccepted, sampler_id: str, base_model: str, path: str | None, model_id: str
+    state: TrainState, fact: OperationAccepted, operation: ops.OpenSampler | ops.SaveSampler, base: str, model_id: str
 ) -> None:
-    session_id = sampler_id.partition(":sample:")[0]
-    sampler = SamplerState(sampler_id, fact.tenant, session_id, base_model, path, used=state.turns, model_id=model_id)
-    state.samplers.setdefault(sampler_id, sampler)
+    """Adds nothing if there is one of this name: the operation is refused when it is dispatched."""
+    opened = operation.weights if isinstance(operation, ops.OpenSampler) else None
+    sampler = SamplerState(
+        operation.sampler_id,
+        fact.tenant,
+        operation.sampler_id.partition(":sample:")[0],
+        base,
+        opened.path if opened is not None else None,
+        used=state.turns,
+        model_id=model_id,
+        inflight=isinstance(operation, ops.SaveSampler) and operation.inflight,
+    )
+    state.samplers.setdefault(sampler.sampler_id, sampler)
 
 
 def _enqueue(state: TrainState, future_id: str) -> None:

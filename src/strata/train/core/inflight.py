@@ -14,13 +14,19 @@ from typing import Final
 import msgspec
 
 from strata.train.core import ops
-from strata.train.core.facts import OperationFinished
-from strata.train.core.sampling import AddedSample, DrawnPart, DrawnSequence, SampleOperation
+from strata.train.core.facts import Fact, OperationFinished, SliceEnded
+from strata.train.core.sampling import AddedSample, DrawnPart, DrawnSequence, SampledPart, SampleOperation
 from strata.train.core.state import Dispatch, DrawnSample, TrainState
 
 RECOMPUTE: Final = "inflight_cache"
 """A key in the metadata of a model: `recompute` has the keys and values of running samples computed again by each new
 version. Otherwise they are kept."""
+MAX_PARTS_BYTES: Final = 256 << 10
+"""What one slice makes durable: a fact of the journal has room for four times as much."""
+MAX_DRAWN_BYTES: Final = 16 << 20
+"""What is durable of all running samples together, a part of the saved state."""
+_SEQUENCE_BYTES: Final = 64
+_SPAN_BYTES: Final = 16
 ONLY_ADAPTERS: Final = "in-flight samplers are of LoRA adapters: of a full fine-tune, a version is a copy of the model"
 
 
@@ -51,15 +57,25 @@ def added_sample(state: TrainState, future_id: str, sample: SampleOperation, *, 
 def durable_parts(
     state: TrainState, parts: Mapping[str, Sequence[DrawnPart]], ended: Collection[str]
 ) -> Mapping[str, Sequence[DrawnPart]]:
-    """Returns what a slice added to samples that run on. A part that does not follow what is durable is left out: the
-    result has its tokens, and ranks that are lost draw them again."""
-    running = {future_id: of_sample for future_id, of_sample in parts.items() if future_id in state.sampling}
-    kept = {
-        future_id: [each for each in of_sample if _follows(state, future_id, each)]
-        for future_id, of_sample in running.items()
-        if future_id not in ended
-    }
-    return {future_id: of_sample for future_id, of_sample in kept.items() if of_sample}
+    """Returns what a slice added to samples that run on. Parts that do not follow what is durable are left out, and
+    those that there is no room for: the result has their tokens, and new ranks draw them again."""
+    known = sum(_size(each) for drawn in state.drawn.values() for each in drawn.sequences.values())
+    room = min(MAX_PARTS_BYTES, MAX_DRAWN_BYTES - known)
+    kept: dict[str, list[DrawnPart]] = {}
+    for future_id, of_sample in parts.items():
+        if future_id not in state.sampling or future_id in ended:
+            continue
+        for part in of_sample:
+            size = _size(part.added)
+            if size <= room and _follows(state, future_id, part):
+                kept.setdefault(future_id, []).append(part)
+                room -= size
+    return kept
+
+
+def _size(drawn: DrawnSequence) -> int:
+    top = 0 if drawn.top is None else len(drawn.top.tokens) + len(drawn.top.logprobs)
+    return _SEQUENCE_BYTES + len(drawn.tokens) + len(drawn.logprobs) + _SPAN_BYTES * len(drawn.versions) + top
 
 
 def _follows(state: TrainState, future_id: str, part: DrawnPart) -> bool:
@@ -74,6 +90,20 @@ def record_parts(state: TrainState, parts: Mapping[str, Sequence[DrawnPart]]) ->
         for part in of_sample:
             sequences[part.index] = sequences.get(part.index, DrawnSequence()).plus(part.added)
         state.drawn[future_id] = DrawnSample(sequences, before.saves)
+
+
+def streamed_parts(state: TrainState, facts: Sequence[Fact]) -> Iterator[tuple[str, SampledPart]]:
+    """Yields what became durable of samples that clients read while they run. The last token of a sequence comes with
+    its result: it may be one that is not shown."""
+    slices = [fact.drawn for fact in facts if isinstance(fact, SliceEnded)]
+    for future_id, parts in (each for drawn in slices for each in drawn.items()):
+        sample = state.sampling.get(future_id)
+        for part in parts if sample is not None and sample.stream else ():
+            added, count = part.added, part.added.length - bool(part.added.stop_reason)
+            if count:
+                top = added.top and added.top.first(count)
+                end = 4 * count
+                yield future_id, SampledPart(part.index, part.start, added.tokens[:end], added.logprobs[:end], top)
 
 
 def cancel_stale(

@@ -32,20 +32,23 @@ CONTEXT: Final = 4
 
 
 class SampleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    max_tokens: int | None = None
+    """What a factory makes is encoded also where it is the default: 0.2.0 encoded these fields, and the digest that a
+    repeated request is compared by is that of the encoding."""
+
+    max_tokens: int | None = msgspec.field(default_factory=lambda: None)
     """None is as many as the model's context leaves room for."""
-    seed: int | None = None
+    seed: int | None = msgspec.field(default_factory=lambda: None)
     """The same seed and prompt give the same tokens. Without one, the seed derives from the id of the request: a retry
     gives the same tokens, and another request gives others."""
-    stop_tokens: Sequence[int] = ()
-    stop_strings: Sequence[str] = ()
-    end_tokens: bool = True
+    stop_tokens: Sequence[int] = msgspec.field(default_factory=lambda: ())
+    stop_strings: Sequence[str] = msgspec.field(default_factory=lambda: ())
+    end_tokens: bool = msgspec.field(default_factory=lambda: True)
     """Whether the end-of-text tokens of the model stop a sequence too."""
-    temperature: float = 1.0
+    temperature: float = msgspec.field(default_factory=lambda: 1.0)
     """0 is greedy decoding."""
-    top_k: int = -1
+    top_k: int = msgspec.field(default_factory=lambda: -1)
     """-1 and 0 are no limit."""
-    top_p: float = 1.0
+    top_p: float = msgspec.field(default_factory=lambda: 1.0)
     min_p: float = 0.0
     """Tokens that are less likely than this share of the likeliest one are cut off; before top-k and top-p."""
     presence_penalty: float = 0.0
@@ -144,6 +147,11 @@ class TopLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """float32."""
     k: int
     length: int
+
+    def first(self, count: int) -> TopLogprobs:
+        """Returns those of the first so many positions."""
+        end = 4 * self.k * count
+        return TopLogprobs(self.tokens[:end], self.logprobs[:end], self.k, count)
 
 
 class TargetLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

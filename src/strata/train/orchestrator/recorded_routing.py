@@ -26,7 +26,7 @@ from strata.train.core.router_replay import (
 )
 from strata.train.core.sampling import EndedSample, SampledRouting, SampleOperation, SampleResult, decode_result
 from strata.train.core.state import TrainState
-from strata.train.orchestrator.sampler_gap import digest_tokens, read_array
+from strata.train.orchestrator.sampler_gap import digest_beginnings, digest_tokens, read_array
 from strata.train.payload import Payloads
 
 Recorded = Mapping[bytes, tuple[ops.Payload, int]]
@@ -104,12 +104,10 @@ def _digests_of_beginnings(datum: ops.Datum) -> Iterator[bytes]:
     if targets is None or len(targets) != datum.length or not datum.length:
         return
     tokens = datum.tokens + targets[-1:].astype("<i4").tobytes()
-    yield digest_tokens(tokens)
     counts = np.ones(datum.length, bool)
     for name in ("weights", "advantages"):
         values = read_array(datum, name)
         if values is not None and values.shape == counts.shape:
             counts &= values != 0
-    ends = np.flatnonzero(counts[:-1] & ~counts[1:])
-    for end in ends[::-1].tolist():
-        yield digest_tokens(tokens[: 4 * (end + 2)])
+    ends = np.flatnonzero(counts[:-1] & ~counts[1:]) + 2
+    yield from reversed(digest_beginnings(tokens, [*ends.tolist(), datum.length + 1]))

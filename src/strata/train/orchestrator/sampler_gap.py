@@ -16,7 +16,7 @@ memory: after a restart of the orchestrator only new samples are compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
@@ -116,6 +116,16 @@ def digest_tokens(*parts: bytes) -> bytes:
     for part in parts:
         digest.update(part)
     return digest.digest()
+
+
+def digest_beginnings(tokens: bytes, ends: Iterable[int]) -> list[bytes]:
+    """Returns `digest_tokens` of the first tokens up to each of these ends, which ascend: one pass over them."""
+    digest, start, found = blake2b(digest_size=16), 0, []
+    for end in ends:
+        digest.update(tokens[4 * start : 4 * end])
+        start = end
+        found.append(digest.copy().digest())
+    return found
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ bounds results in one append (32 MiB).
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Final
 
 from strata.base import log
@@ -12,6 +13,7 @@ from strata.base.clock import Clock
 from strata.base.errors import StrataError
 from strata.base.notify import KeyedNotifier
 from strata.journal.replica import Replica
+from strata.train.core import inflight
 from strata.train.core.facts import SnapshotCommitted
 from strata.train.core.inputs import Decision, ExpireResults, Input
 from strata.train.core.sampling import SampledPart
@@ -73,11 +75,15 @@ class StateStore:
         first.
         """
         settled: list[int] = []
+        streamed: list[tuple[str, SampledPart]] = []
         decided_at_s = self.clock.monotonic_s()
         self.telemetry.rollouts.observe(request, self.state)
-        decision, durable = self._replica.submit_nowait(request, lambda _: self._on_committed(settled, decided_at_s))
+        decision, durable = self._replica.submit_nowait(
+            request, lambda _: self._on_committed(settled, decided_at_s, streamed)
+        )
         # Recorded now: by the time these facts are durable, the state may hold results that are not.
         settled.append(self.state.settled_through)
+        streamed += inflight.streamed_parts(self.state, decision.facts)
         for future_id in decision.ended:
             self._completed.notify(future_id, None)
             self.streams.drop(future_id)
@@ -107,9 +113,13 @@ class StateStore:
         """Return when every fact that the state holds now is durable, and this process still leads."""
         await self._replica.confirm()
 
-    def _on_committed(self, settled: list[int], decided_at_s: float) -> None:
+    def _on_committed(
+        self, settled: list[int], decided_at_s: float, streamed: Sequence[tuple[str, SampledPart]]
+    ) -> None:
         self.durable_through = max(self.durable_through, *settled)
         self.telemetry.record_durable(decided_at_s)
+        for future_id, part in streamed:
+            self.record_tokens(future_id, part)
 
     async def wait_for_completion(self, key: str | Target, wait_s: float) -> None:
         """Return when the future has its result or more tokens, the next sample of the target has ended, or the time is

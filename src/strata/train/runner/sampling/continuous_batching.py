@@ -297,7 +297,8 @@ class RunningBatch:
                 if (part := sequence.take_drawn(reason)) is not None:
                     outcomes.drawn.append((sequence.group.request_id, part))
                 outcomes.sequences.append((sequence.group.request_id, sequence.index, sequence.result(reason)))
-            elif sequence.group.sample.stream:
+            elif sequence.group.sample.stream and sequence.group.version is None:
+                # Tokens of an in-flight sample may be drawn otherwise until they are durable.
                 outcomes.streamed.append((sequence.group.request_id, sequence.last_part()))
         for sequence in finished:
             self._remove(sequence)

@@ -110,6 +110,10 @@ class SamplingEngine:
         if added.weights_name not in self._samplers:
             raise StrataError(Code.NOT_FOUND, f"there is no sampler {sample.sampler_id!r}")
         self._validator.check(sample, self._model.routers.token_bytes if added.routing else 0)
+        drawn = max((each.length for each in added.drawn.values() if not each.stop_reason), default=0)
+        if drawn >= self._validator.limit(sample):
+            # The ranks that drew these had other limits.
+            raise StrataError(Code.INVALID, f"{drawn} tokens of it are drawn, and there is no room for one more")
         return self._validator.slot_length(sample)
 
     @any_kernels()
