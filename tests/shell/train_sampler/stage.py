@@ -214,7 +214,7 @@ def warpers(params: SampleParams) -> Callable[[Any, Any], torch.Tensor]:
     """Hugging Face has no penalties for presence and frequency: those are OpenAI's formula."""
     found: Any = LogitsProcessorList()
     if params.logit_bias:
-        found.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias.items()]))
+        found.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias]))
     if params.repetition_penalty != 1:
         found.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     if params.temperature:

@@ -51,8 +51,8 @@ def openai_penalties(params: SampleParams, sampled: list[int], logits: torch.Ten
         {"presence_penalty": 1.5, "frequency_penalty": -0.7},
         {"frequency_penalty": 2.0, "temperature": 0.0},
         {"repetition_penalty": 1.3, "temperature": 0.0},
-        {"logit_bias": {7: 4.0, 9: -100.0, 200: 3.5}},
-        {"logit_bias": {8: 2.0}, "repetition_penalty": 1.2, "presence_penalty": 0.5, "min_p": 0.01, "top_p": 0.95},
+        {"logit_bias": [(7, 4.0), (9, -100.0), (200, 3.5)]},
+        {"logit_bias": [(8, 2.0)], "repetition_penalty": 1.2, "presence_penalty": 0.5, "min_p": 0.01, "top_p": 0.95},
     ],
     ids=str,
 )
@@ -71,7 +71,7 @@ def test_each_token_is_drawn_from_the_distribution_of_the_processors(
     assert [tokens_in(each) for each in shaped.sequences] != [tokens_in(each) for each in untouched.sequences]
     assert [each.tokens for each in untouched.sequences] == [each.tokens for each in stage.one(plain).sequences]
     biased = msgspec.structs.replace(sample.params, temperature=0.0)
-    cut = msgspec.structs.replace(sample.params, logit_bias={}, repetition_penalty=1.0)
+    cut = msgspec.structs.replace(sample.params, logit_bias=(), repetition_penalty=1.0)
     for sequence in shaped.sequences:
         tokens = tokens_in(sequence)
         ids = torch.tensor([[*tokens_in(prompt), *tokens]])

@@ -132,8 +132,9 @@ async def plan_chat(
     messages = body.template_messages()
     weights, room, text = await _prepare(call, body.model)
     chat = ChatPrompt(messages, body.offered_tools, body.chat_template_kwargs or {}, room)
+    grammar = await _checked_grammar(call, body)
     prompt = await _chat_tokens(call, body.prompt_token_ids, chat, text, turns)
-    params = body.params(body.token_limit, text.end_tokens, await _checked_grammar(call, body))
+    params = body.params(body.token_limit, text.end_tokens, grammar)
     template = SampleOperation(
         "", 0, _pack(prompt), params, body.samples, topk_sample_logprobs=body.top, stream=bool(body.stream)
     )

@@ -57,8 +57,8 @@ class SampleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """Subtracted as often as the token was sampled."""
     repetition_penalty: float = 1.0
     """Divides the logit of a token of prompt and sequence, or multiplies it if it is negative."""
-    logit_bias: Mapping[int, float] = {}
-    """Added to the logits of these tokens."""
+    logit_bias: Sequence[tuple[int, float]] = ()
+    """Tokens, and what is added to the logit of each."""
     grammar: str = ""
     """What may be sampled, in llguidance's form of Lark; empty: anything."""
 

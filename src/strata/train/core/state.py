@@ -207,7 +207,7 @@ class SamplerState(msgspec.Struct, omit_defaults=True):
     status: SamplerStatus = SamplerStatus.COMING
     used: int = 0
     """The turn of its last sample: for least-recently-used eviction."""
-    folder: str = ""
+    folder: str = msgspec.field(default_factory=str)
     """The folder of the checkpoint that it was opened from. It keeps it even if another one gets the same name."""
     model_id: str = ""
     """The model whose weights it has; empty for the base."""

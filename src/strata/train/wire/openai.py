@@ -132,13 +132,24 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise invalid_field("stream_options", "is for streams only")
 
     @property
-    def biases(self) -> Mapping[int, float]:
+    def biases(self) -> Sequence[tuple[int, float]]:
         biases = self.logit_bias or {}
         if not all(re.fullmatch(r"[0-9]{1,9}", token) for token in biases):
             raise invalid_field("logit_bias", "has keys that are no tokens")
-        return {int(token): bias for token, bias in biases.items() if bias}
+        return tuple(sorted((int(token), bias) for token, bias in biases.items() if bias))
 
     def params(self, max_tokens: int | None, stop_tokens: Sequence[int] = (), grammar: str = "") -> SampleParams:
+        penalty = self.repetition_penalty
+        shape = {
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": None if penalty == 1 else penalty,
+            "logit_bias": self.biases,
+            "grammar": grammar,
+        }
+        # What is not named is not encoded: 0.2.0 reads plain samples.
+        named: dict[str, Any] = {name: value for name, value in shape.items() if value}
         return SampleParams(
             max_tokens=max_tokens,
             seed=self.seed,
@@ -147,12 +158,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=-1 if self.top_k is None else self.top_k,
             top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p or 0.0,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            logit_bias=self.biases,
-            grammar=grammar,
+            **named,
         )
 
 

@@ -37,8 +37,8 @@ class LogitsShape:
         if params.repetition_penalty != 1:
             self._repeated = torch.zeros(vocabulary, dtype=torch.bool, device=device)
             self._repeated[prompt] = True
-        self._biased = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
-        self._biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
+        self._biased = torch.tensor([token for token, _ in params.logit_bias], dtype=torch.int64, device=device)
+        self._biases = torch.tensor([bias for _, bias in params.logit_bias], dtype=torch.float32, device=device)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits of this sequence's next token, float32."""

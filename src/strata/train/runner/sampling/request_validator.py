@@ -92,12 +92,12 @@ class RequestValidator:
         return slot_length(sample.length + self.limit(sample) - 1, min(self._max_context, self._cached))
 
     def _check_shape(self, params: SampleParams) -> None:
-        penalties = (params.presence_penalty, params.frequency_penalty, *params.logit_bias.values())
+        penalties = (params.presence_penalty, params.frequency_penalty, *(bias for _, bias in params.logit_bias))
         _require(all(map(math.isfinite, penalties)), "penalties and biases must be finite numbers")
         factor = params.repetition_penalty
         _require(math.isfinite(factor) and factor > 0, "repetition_penalty must be above 0")
         _require(0 <= params.min_p <= 1, "min_p must be 0 to 1")
-        in_vocabulary = all(0 <= token < self._vocabulary for token in params.logit_bias)
+        in_vocabulary = all(0 <= token < self._vocabulary for token, _ in params.logit_bias)
         _require(in_vocabulary, f"logit_bias has tokens outside the vocabulary of {self._vocabulary}")
         if params.grammar:
             self._matcher(params.grammar)
