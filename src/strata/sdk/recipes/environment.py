@@ -6,7 +6,6 @@ turns; the server records each with its exact tokens in a session. Only what the
 
 from __future__ import annotations
 
-import queue
 import shutil
 import subprocess
 import sys
@@ -76,7 +75,7 @@ class Environment:
         self._lock = threading.Lock()
         self._waiting: dict[int, Future[_Reply]] = {-1: Future()}
         self._numbers = 0
-        self._seats: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._seats = threading.BoundedSemaphore(recipe.env.concurrent)
         self._server: TrainingServer | None = None
         self._relay: Relay | None = None
         threading.Thread(target=self._read, name="environment", daemon=True).start()
@@ -95,8 +94,6 @@ class Environment:
         """Lets its requests reach this server from now on."""
         self._server = server
         self._relay = Relay(server.calls, listen_unix(self._folder / SOCKET))
-        for _ in range(self._settings.concurrent):
-            self._seats.put(self._relay.new_path())
 
     def close(self) -> None:
         # Its whole process tree, which is in a namespace of its own, or ends with its input.
@@ -135,16 +132,15 @@ class Environment:
     def _play(self, sampler: Sampler, prompt: PromptRow, sampling: dict[str, Any]) -> Rollout | StrataError:
         assert self._server is not None, "it serves"
         assert self._relay is not None, "it serves"
-        seat = self._seats.get()
-        try:
+        with self._seats:
             session = self._server.open_rollout()
-            base_path = f"{SESSIONS}/{session.id}"
-            self._relay.lead(seat, base_path)
-            done = self._ask(prompt.row["task"], seat, sampler.sampler_id, sampling)
-        finally:
-            self._relay.lead(seat, "")
-            self._seats.put(seat)
-        delivered = self._relay.delivered(base_path)
+            # Of this episode alone: what is left of one that has ended reaches no session of another.
+            path = self._relay.new_path()
+            self._relay.lead(path, f"{SESSIONS}/{session.id}", model=sampler.sampler_id)
+            try:
+                done = self._ask(prompt.row["task"], path, sampler.sampler_id, sampling)
+            finally:
+                delivered = self._relay.end(path)
         # What was lost on its way has taught the environment nothing, and earned nothing.
         branches = [] if done.error else [each for each in session.branches() if each.replies[-1] in delivered]
         session.delete()
