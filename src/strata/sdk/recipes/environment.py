@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack, contextmanager
@@ -141,8 +141,7 @@ class Environment:
                 done = self._ask(prompt.row["task"], path, sampler.sampler_id, sampling)
             finally:
                 delivered = self._relay.end(path)
-        # What was lost on its way has taught the environment nothing, and earned nothing.
-        branches = [] if done.error else [each for each in session.branches() if each.replies[-1] in delivered]
+        branches = [] if done.error else kept_branches(session.branches(), delivered)
         session.delete()
         if done.error:
             return StrataError(Code.UNAVAILABLE, f"an episode failed: {done.error}", hint=f"see {self._log}")
@@ -279,6 +278,39 @@ def _started(confinement: Confinement | None, python: Path, file: IO[bytes]) -> 
         finally:
             process.kill()
             process.wait()
+
+
+def kept_branches(branches: Sequence[RolloutBranch], delivered: Collection[str]) -> list[RolloutBranch]:
+    """The branches whose last reply was delivered: another one has taught the environment nothing, and earned nothing.
+
+    The server counts the turns that several branches share in the first of them. Where that one is lost they count in
+    the first that is kept.
+    """
+    kept = [each for each in branches if each.replies[-1] in delivered]
+    for lost in branches:
+        if lost.replies[-1] in delivered:
+            continue
+        owed = {at for at, weight in enumerate(lost.weights) if weight > 0}
+        for number, each in enumerate(kept):
+            shared = _shared_tokens(lost.tokens, each.tokens)
+            handed = {at for at in owed if at < shared}
+            kept[number] = _credited(each, lost, handed)
+            owed -= handed
+    return kept
+
+
+def _shared_tokens(one: Sequence[int], other: Sequence[int]) -> int:
+    unequal = (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
+    return next(unequal, min(len(one), len(other)))
+
+
+def _credited(branch: RolloutBranch, source: RolloutBranch, places: Collection[int]) -> RolloutBranch:
+    """The branch with the tokens at these places as sampled, unless it has sampled them itself."""
+    weights, logprobs = list(branch.weights), list(branch.logprobs)
+    for at in places:
+        if not weights[at]:
+            weights[at], logprobs[at] = source.weights[at], source.logprobs[at]
+    return replace(branch, weights=weights, logprobs=logprobs)
 
 
 def _rollout(prompt: PromptRow, branches: Sequence[RolloutBranch], reward: float) -> Rollout:
