@@ -127,7 +127,7 @@ class Environment:
             raise failures[0]
         if failures:
             _logger.warning("episodes_failed", count=len(failures), error=failures[0].message)
-        return [_with_failed(prompt, group) for prompt, group in zip(prompts, groups, strict=True)]
+        return [with_failed(prompt, group) for prompt, group in zip(prompts, groups, strict=True)]
 
     def _play(self, sampler: Sampler, prompt: PromptRow, sampling: dict[str, Any]) -> Rollout | StrataError:
         assert self._server is not None, "it serves"
@@ -154,7 +154,15 @@ class Environment:
             future = self._waiting[number] = Future()
         request = {"id": number, "task": task, "path": path, "model": model, "sampling": sampling}
         self._write(request)
-        return self._result(future, self._settings.timeout_s + GRACE_S)
+        try:
+            # Its turns have this time, and what ends it has it again.
+            return self._result(future, 2 * self._settings.timeout_s + GRACE_S)
+        except StrataError as error:
+            if error.code is not Code.DEADLINE:
+                raise
+            with self._lock:
+                self._waiting.pop(number, None)
+            return _Reply(error=error.message)
 
     def _write(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -326,7 +334,8 @@ def _untaught(prompt: PromptRow, reward: float) -> Rollout:
     return Rollout(prompt, Sample([], [], "stop"), reward)
 
 
-def _with_failed(prompt: PromptRow, group: Sequence[Rollout | StrataError]) -> list[Rollout]:
-    earned = [each.reward or 0.0 for each in group if isinstance(each, Rollout)]
-    mean = fmean(earned) if earned else 0.0
+def with_failed(prompt: PromptRow, group: Sequence[Rollout | StrataError]) -> list[Rollout]:
+    """The group, in which each failed episode has earned the mean: exactly what all have earned, if it is the same."""
+    earned = [each.reward or 0.0 for each in group if isinstance(each, Rollout)] or [0.0]
+    mean = earned[0] if min(earned) == max(earned) else fmean(earned)
     return [each if isinstance(each, Rollout) else _untaught(prompt, mean) for each in group]
