@@ -55,4 +55,6 @@ def test_an_episode_without_an_end_has_failed_and_the_run_goes_on(
             played.close()
     assert [each.reward for each in group] == [0.75] * 3
     asked = [msgspec.json.decode(line) for line in log.read_bytes().splitlines()]
-    assert len({each["path"] for each in asked}) == 3, "the path of an episode leads to no other's session"
+    late, *others = [each["path"] for each in asked]
+    assert late not in others, "what still runs reaches no other session"
+    assert len(set(others)) == 1, "the library keeps connections for each path, and the relay has few"

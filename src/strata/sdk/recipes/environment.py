@@ -6,6 +6,7 @@ turns; the server records each with its exact tokens in a session. Only what the
 
 from __future__ import annotations
 
+import queue
 import shutil
 import subprocess
 import sys
@@ -75,7 +76,7 @@ class Environment:
         self._lock = threading.Lock()
         self._waiting: dict[int, Future[_Reply]] = {-1: Future()}
         self._numbers = 0
-        self._seats = threading.BoundedSemaphore(recipe.env.concurrent)
+        self._seats: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._server: TrainingServer | None = None
         self._relay: Relay | None = None
         threading.Thread(target=self._read, name="environment", daemon=True).start()
@@ -94,6 +95,9 @@ class Environment:
         """Lets its requests reach this server from now on."""
         self._server = server
         self._relay = Relay(server.calls, listen_unix(self._folder / SOCKET))
+        # A path has one episode after the other: the library keeps a client and its connections for each address.
+        for _ in range(self._settings.concurrent):
+            self._seats.put(self._relay.new_path())
 
     def close(self) -> None:
         # Its whole process tree, which is in a namespace of its own, or ends with its input.
@@ -132,15 +136,22 @@ class Environment:
     def _play(self, sampler: Sampler, prompt: PromptRow, sampling: dict[str, Any]) -> Rollout | StrataError:
         assert self._server is not None, "it serves"
         assert self._relay is not None, "it serves"
-        with self._seats:
+        path = following = self._seats.get()
+        try:
             session = self._server.open_rollout()
-            # Of this episode alone: what is left of one that has ended reaches no session of another.
-            path = self._relay.new_path()
             self._relay.lead(path, f"{SESSIONS}/{session.id}", model=sampler.sampler_id)
             try:
                 done = self._ask(prompt.row["task"], path, sampler.sampler_id, sampling)
+            except StrataError as error:
+                if error.code is not Code.DEADLINE:
+                    raise
+                # It may still be played, and must not reach the session of the next one.
+                following = self._relay.new_path()
+                done = _Reply(error=error.message)
             finally:
                 delivered = self._relay.end(path)
+        finally:
+            self._seats.put(following)
         branches = [] if done.error else kept_branches(session.branches(), delivered)
         session.delete()
         if done.error:
@@ -157,12 +168,9 @@ class Environment:
         try:
             # Its turns have this time, and what ends it has it again.
             return self._result(future, 2 * self._settings.timeout_s + GRACE_S)
-        except StrataError as error:
-            if error.code is not Code.DEADLINE:
-                raise
+        finally:
             with self._lock:
                 self._waiting.pop(number, None)
-            return _Reply(error=error.message)
 
     def _write(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None

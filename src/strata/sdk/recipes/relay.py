@@ -83,7 +83,7 @@ class Relay:
         self._ways[path.removeprefix("/")] = _Way(base_path, model, key)
 
     def end(self, path: str) -> set[str]:
-        """Makes a path lead nowhere, for good. Returns the ids of the replies that have reached who asked: another one
+        """Makes a path lead nowhere. Returns the ids of the replies that have reached who asked: another one
         was lost on its way, and sampled again."""
         way = self._ways.pop(path.removeprefix("/"))
         with self._changed:
