@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from strata.base.errors import StrataError
+from strata.base.errors import Code, StrataError
 from strata.sdk.operations import Sample
+from strata.sdk.recipes.environment import with_failed
 from strata.sdk.recipes.preference import preference_loss, preference_weight
 from strata.sdk.recipes.recipe import (
     Recipe,
@@ -90,6 +91,16 @@ def test_the_rate_at_k_is_that_of_all_choices_of_k_answers(number: int, k: int) 
 def test_a_group_of_equal_rewards_has_no_advantage_by_rounding(reward: float) -> None:
     for size in range(2, 50):
         assert group_advantages([reward] * size, normalise=True) == [0.0] * size
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3])
+def test_a_failed_episode_of_a_group_of_equal_rewards_is_no_signal_by_rounding(reward: float) -> None:
+    prompt = PromptRow([], {"task": 0})
+    failed = StrataError(Code.UNAVAILABLE, "an episode failed")
+    for size in range(1, 9):
+        group = [Rollout(prompt, Sample([], [], "stop"), reward)] * size
+        assert {each.reward for each in with_failed(prompt, [*group, failed])} == {reward}
+    assert with_failed(prompt, [failed])[0].reward == 0.0
 
 
 def test_a_correction_is_a_range_of_importance_weights() -> None:

@@ -8,6 +8,7 @@ from typing import Final
 import pytest
 
 from strata.base.errors import StrataError
+from strata.sdk.recipes.prepare import digest_environment
 from strata.sdk.recipes.recipe import KINDS, read_recipe, recipe_settings, recipe_text
 
 EXAMPLES: Final = Path(__file__).parents[3] / "examples" / "recipes"
@@ -93,6 +94,11 @@ def test_yaml_says_the_same_as_toml(tmp_path: Path) -> None:
             "reward: an environment has rewards of its own",
         ),
         ('kind = "grpo"\n[env]\nname = "y"\n[eval]\npath = "x"', "eval.path: an environment has tasks of its own"),
+        (
+            'kind = "grpo"\n[env]\nname = "y"\n[grpo]\npipeline = "in-flight"',
+            "grpo.pipeline: a session does not record which versions drew a turn",
+        ),
+        ('kind = "grpo"\n[env]\nname = "y"\nconcurrent = 129', "r.toml:4: env.concurrent: expected"),
         ('kind = "sft"\n[data\npath = "x"', "not valid TOML"),
     ],
 )
@@ -141,3 +147,15 @@ def test_which_interpreter_runs_others_code_does_not_decide_the_numbers(tmp_path
     other = recipe_settings(read_recipe(written(tmp_path, f'{text}python = "z"\nsandbox = "off"\nconcurrent = 2\n')))
     assert one == other
     assert one != recipe_settings(read_recipe(written(tmp_path, f"{text}max_turns = 3\n")))
+
+
+def test_all_files_of_an_environment_decide_the_numbers(tmp_path: Path) -> None:
+    folder = tmp_path / "game"
+    for name in ("__init__.py", "tasks/rows.jsonl", "__pycache__/__init__.pyc"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("a")
+    before = digest_environment(folder)
+    (folder / "__pycache__" / "__init__.pyc").write_text("b")
+    assert digest_environment(folder) == before
+    (folder / "tasks" / "rows.jsonl").write_text("b")
+    assert digest_environment(folder) != before

@@ -6,7 +6,9 @@ import struct
 from pathlib import Path
 
 from strata.sdk.operations import Sample
+from strata.sdk.recipes.environment import kept_branches
 from strata.sdk.recipes.rollouts import PromptRow, Rollout, RolloutFile
+from strata.sdk.rollout_sessions import RolloutBranch
 
 PROMPTS = [PromptRow([1, 2], {"answer": "3"}), PromptRow([4], {"answer": "5"})]
 
@@ -78,3 +80,16 @@ def test_only_what_the_model_has_sampled_of_an_episode_has_an_advantage() -> Non
     assert datum.logprobs == [-0.25, 0.0, 0.0, -0.5]
     assert episode.learned_tokens == 2
     assert episode.mean([9.0, 1.0, 9.0, 9.0, 2.0]) == 1.5
+
+
+def test_what_a_lost_branch_shares_with_kept_ones_is_learned_once() -> None:
+    """Token 2 is of a turn that all share; the server counts it in the first branch alone."""
+    lost = RolloutBranch([0, 1], ["a", "b"], [1, 2, 3, 4], [0, 1, 0, 1], [0.0, -0.5, 0.0, -0.25])
+    kept = RolloutBranch([0, 2], ["a", "c"], [1, 2, 3, 5], [0, 0, 0, 1], [0.0, 0.0, 0.0, -0.75])
+    last = RolloutBranch([0, 3], ["a", "d"], [1, 2, 6], [0, 0, 1], [0.0, 0.0, -1.0])
+    other = RolloutBranch([4], ["e"], [7, 2], [0, 1], [0.0, -2.0])
+    first, *others = kept_branches([lost, other, kept, last], {"a", "c", "d", "e"})[1:]
+    assert (first.weights, first.logprobs) == ([0, 1, 0, 1], [0.0, -0.5, 0.0, -0.75])
+    assert others == [last]
+    assert kept_branches([lost, other], {"a", "e"}) == [other]
+    assert kept_branches([lost, kept], {"a", "b", "c"}) == [lost, kept]

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack, contextmanager
@@ -95,6 +95,7 @@ class Environment:
         """Lets its requests reach this server from now on."""
         self._server = server
         self._relay = Relay(server.calls, listen_unix(self._folder / SOCKET))
+        # A path has one episode after the other: the library keeps a client and its connections for each address.
         for _ in range(self._settings.concurrent):
             self._seats.put(self._relay.new_path())
 
@@ -130,23 +131,28 @@ class Environment:
             raise failures[0]
         if failures:
             _logger.warning("episodes_failed", count=len(failures), error=failures[0].message)
-        return [_with_failed(prompt, group) for prompt, group in zip(prompts, groups, strict=True)]
+        return [with_failed(prompt, group) for prompt, group in zip(prompts, groups, strict=True)]
 
     def _play(self, sampler: Sampler, prompt: PromptRow, sampling: dict[str, Any]) -> Rollout | StrataError:
         assert self._server is not None, "it serves"
         assert self._relay is not None, "it serves"
-        seat = self._seats.get()
+        path = following = self._seats.get()
         try:
             session = self._server.open_rollout()
-            base_path = f"{SESSIONS}/{session.id}"
-            self._relay.lead(seat, base_path)
-            done = self._ask(prompt.row["task"], seat, sampler.sampler_id, sampling)
+            self._relay.lead(path, f"{SESSIONS}/{session.id}", model=sampler.sampler_id)
+            try:
+                done = self._ask(prompt.row["task"], path, sampler.sampler_id, sampling)
+            except StrataError as error:
+                if error.code is not Code.DEADLINE:
+                    raise
+                # It may still be played, and must not reach the session of the next one.
+                following = self._relay.new_path()
+                done = _Reply(error=error.message)
+            finally:
+                delivered = self._relay.end(path)
         finally:
-            self._relay.lead(seat, "")
-            self._seats.put(seat)
-        delivered = self._relay.delivered(base_path)
-        # What was lost on its way has taught the environment nothing, and earned nothing.
-        branches = [] if done.error else [each for each in session.branches() if each.replies[-1] in delivered]
+            self._seats.put(following)
+        branches = [] if done.error else kept_branches(session.branches(), delivered)
         session.delete()
         if done.error:
             return StrataError(Code.UNAVAILABLE, f"an episode failed: {done.error}", hint=f"see {self._log}")
@@ -159,7 +165,12 @@ class Environment:
             future = self._waiting[number] = Future()
         request = {"id": number, "task": task, "path": path, "model": model, "sampling": sampling}
         self._write(request)
-        return self._result(future, self._settings.timeout_s + GRACE_S)
+        try:
+            # Its turns have this time, and what ends it has it again.
+            return self._result(future, 2 * self._settings.timeout_s + GRACE_S)
+        finally:
+            with self._lock:
+                self._waiting.pop(number, None)
 
     def _write(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -285,6 +296,39 @@ def _started(confinement: Confinement | None, python: Path, file: IO[bytes]) -> 
             process.wait()
 
 
+def kept_branches(branches: Sequence[RolloutBranch], delivered: Collection[str]) -> list[RolloutBranch]:
+    """The branches whose last reply was delivered: another one has taught the environment nothing, and earned nothing.
+
+    The server counts the turns that several branches share in the first of them. Where that one is lost they count in
+    the first that is kept.
+    """
+    kept = [each for each in branches if each.replies[-1] in delivered]
+    for lost in branches:
+        if lost.replies[-1] in delivered:
+            continue
+        owed = {at for at, weight in enumerate(lost.weights) if weight > 0}
+        for number, each in enumerate(kept):
+            shared = _shared_tokens(lost.tokens, each.tokens)
+            handed = {at for at in owed if at < shared}
+            kept[number] = _credited(each, lost, handed)
+            owed -= handed
+    return kept
+
+
+def _shared_tokens(one: Sequence[int], other: Sequence[int]) -> int:
+    unequal = (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
+    return next(unequal, min(len(one), len(other)))
+
+
+def _credited(branch: RolloutBranch, source: RolloutBranch, places: Collection[int]) -> RolloutBranch:
+    """The branch with the tokens at these places as sampled, unless it has sampled them itself."""
+    weights, logprobs = list(branch.weights), list(branch.logprobs)
+    for at in places:
+        if not weights[at]:
+            weights[at], logprobs[at] = source.weights[at], source.logprobs[at]
+    return replace(branch, weights=weights, logprobs=logprobs)
+
+
 def _rollout(prompt: PromptRow, branches: Sequence[RolloutBranch], reward: float) -> Rollout:
     """An episode that asked nothing has no tokens, and nothing to learn."""
     made = [
@@ -298,7 +342,8 @@ def _untaught(prompt: PromptRow, reward: float) -> Rollout:
     return Rollout(prompt, Sample([], [], "stop"), reward)
 
 
-def _with_failed(prompt: PromptRow, group: Sequence[Rollout | StrataError]) -> list[Rollout]:
-    earned = [each.reward or 0.0 for each in group if isinstance(each, Rollout)]
-    mean = fmean(earned) if earned else 0.0
+def with_failed(prompt: PromptRow, group: Sequence[Rollout | StrataError]) -> list[Rollout]:
+    """The group, in which each failed episode has earned the mean: exactly what all have earned, if it is the same."""
+    earned = [each.reward or 0.0 for each in group if isinstance(each, Rollout)] or [0.0]
+    mean = earned[0] if min(earned) == max(earned) else fmean(earned)
     return [each if isinstance(each, Rollout) else _untaught(prompt, mean) for each in group]

@@ -80,14 +80,20 @@ def read_recipe_rows(
     if recipe.eval is not None:
         evaluation = evaluation[: recipe.eval.max_examples]
     if recipe.env is not None and (own := own_code(recipe.env, folder)) is not None:
-        files = [own] if own.is_file() else sorted(own.rglob("*.py"))
-        settings["env.sha256"] = digest({str(file.relative_to(own.parent)): file_digest(file) for file in files})
+        settings["env.sha256"] = digest_environment(own)
     if recipe.kind == "grpo" and ":" in recipe.reward.check:
         file = folder / Path(recipe.reward.check.rpartition(":")[0]).expanduser()
         settings["reward.sha256"] = _digest_if_there(file)
     return RecipeRows(
         ChosenRows("training", recipe.data.path, train), ChosenRows("evaluation", source, evaluation), settings, folder
     )
+
+
+def digest_environment(own: Path) -> str:
+    """Digests the file or the folder of an environment: code and what it reads, without what its interpreter writes."""
+    found = [own] if own.is_file() else sorted(own.rglob("*"))
+    names = {file.relative_to(own.parent): file for file in found if file.is_file()}
+    return digest({str(name): file_digest(file) for name, file in names.items() if "__pycache__" not in name.parts})
 
 
 def _adapter_digests(recipe: Recipe, folder: Path) -> dict[str, str]:

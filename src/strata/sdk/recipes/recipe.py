@@ -221,10 +221,10 @@ class RecipeEnvironment(_Section, frozen=True, kw_only=True):
     tasks: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 1000
     """The first tasks are used."""
     max_turns: Count = 16
-    concurrent: Count = 32
-    """Episodes that are played at a time."""
+    concurrent: Annotated[int, msgspec.Meta(ge=1, le=128)] = 32
+    """Episodes that are played at a time. The relay to the server takes 256 connections."""
     timeout_s: Positive = 600.0
-    """The time of an episode."""
+    """The time of an episode. What ends it may take as long again."""
     sandbox: Literal["required", "off"] = "required"
     memory_gib: Positive = 8.0
     """The address space of each of its processes."""
@@ -405,6 +405,8 @@ def _source_conflicts(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("sampling", "stop"), "the template of the model ends its turns"
     if recipe.eval is not None and recipe.eval.path:
         yield ("eval", "path"), "an environment has tasks of its own: set a share of them"
+    if recipe.grpo.pipeline == "in-flight":
+        yield ("grpo", "pipeline"), "a session does not record which versions drew a turn"
 
 
 def _evaluation_conflicts(recipe: Recipe, evaluation: RecipeEvaluation) -> Iterator[tuple[tuple[str, ...], str]]:

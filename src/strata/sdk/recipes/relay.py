@@ -1,24 +1,28 @@
 """The way from programs that a run starts to the completions of its server: connections (256), body (4 MiB), routes.
 
 Such a program is others' code. It gets an address and no key: the relay adds the run's own, and lets through what
-samples and nothing else. Paths of addresses are random, and lead nowhere when what they were given for has ended.
+samples and nothing else. A path leads somewhere until what it was given for has ended: a random one, or one with a key.
 """
 
 from __future__ import annotations
 
+import hmac
 import re
 import secrets
 import socket
 import socketserver
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from strata.base.digest import sha256_hex
 from strata.base.errors import StrataError
+from strata.sdk.recipes.batches import derive_seed
 from strata.sdk.server_calls import SendRequest, ServerCalls
 
 ROUTES: Final = frozenset({("POST", "/chat/completions"), ("POST", "/completions"), ("GET", "/models")})
@@ -27,10 +31,36 @@ MAX_BODY: Final = 4 << 20
 MAX_CONNECTIONS: Final = 256
 IDLE_S: Final = 600.0
 """How long a connection may stay silent."""
+WRITTEN_S: Final = 10.0
+"""How long the end of a path waits for replies that are being written."""
 _PASSED: Final = ("Content-Type", "Accept")
 _REPLY_ID: Final = re.compile(rb'"id":"((?:chatcmpl|cmpl)-[^"]+)"')
 """Texts inside JSON have no quotation marks of their own."""
 _JSON: Final = "application/json"
+_STREAM_ERROR: Final = b'data: {"error"'
+_IDS: Final = frozenset({"model", "id", "tool_call_id"})
+"""What is another one in each run."""
+
+Write = Callable[[int, str, bytes], None]
+"""Writes a reply (status, media type, content) to who has asked."""
+
+
+class RelayAddress(NamedTuple):
+    url: str
+    key: str
+
+
+@dataclass
+class _Way:
+    """Where a path leads."""
+
+    base_path: str
+    model: str
+    """The only one that may be asked, in a session; empty where there is none."""
+    key: str
+    """Empty: the path is the key."""
+    delivered: set[str] = field(default_factory=set)
+    writing: int = 0
 
 
 class Relay:
@@ -38,8 +68,8 @@ class Relay:
 
     def __init__(self, calls: ServerCalls, listener: socket.socket) -> None:
         self._calls = calls
-        self._bases: dict[str, str] = {}
-        self._delivered: dict[str, set[str]] = {}
+        self._ways: dict[str, _Way] = {}
+        self._changed = threading.Condition()
         self._server = _RelayServer(self, listener)
         self._thread = threading.Thread(target=self._server.serve_forever, name="relay", daemon=True)
         self._thread.start()
@@ -48,48 +78,100 @@ class Relay:
         """A path that leads nowhere yet."""
         return f"/{secrets.token_urlsafe(16)}"
 
-    def lead(self, path: str, base_path: str) -> None:
-        """Makes a path lead to this one of the server; an empty one: nowhere. What was asked before is answered."""
-        self._bases[path.removeprefix("/")] = base_path
-        self._delivered[base_path] = set()
+    def lead(self, path: str, base_path: str, *, model: str = "", key: str = "") -> None:
+        """Makes a path lead to this one of the server: for this model alone, and with this key as a bearer token."""
+        self._ways[path.removeprefix("/")] = _Way(base_path, model, key)
 
-    def delivered(self, base_path: str) -> set[str]:
-        """The ids of the replies that have come from there. Another one was lost on its way, and sampled again."""
-        return self._delivered.pop(base_path)
+    def end(self, path: str) -> set[str]:
+        """Makes a path lead nowhere. Returns the ids of the replies that have reached who asked: another one
+        was lost on its way, and sampled again."""
+        way = self._ways.pop(path.removeprefix("/"))
+        with self._changed:
+            # Who has a reply may act on it before the thread that wrote it has noted this.
+            self._changed.wait_for(lambda: not way.writing, WRITTEN_S)
+            return set(way.delivered)
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
-    def request_for(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> SendRequest | None:
-        """The request to the server; None if this path leads nowhere."""
+    def answer(self, method: str, path: str, body: bytes, headers: dict[str, str], key: str, write: Write) -> None:
+        """Asks the server what a program asks at this path, and writes its reply."""
         ticket, slash, route = path.removeprefix("/").partition("/")
-        base = self._bases.get(ticket)
-        if not base or (method, slash + route) not in ROUTES:
-            return None
-        return SendRequest(method, f"{base}{slash}{route}", body, headers, timeout_s=IDLE_S)
+        way = self._ways.get(ticket)
+        if way is None or (method, slash + route) not in ROUTES or (way.model and method == "GET"):
+            write(404, _JSON, _problem("there is nothing at this path"))
+            return
+        if way.key and not hmac.compare_digest(key.encode(errors="replace"), f"Bearer {way.key}".encode()):
+            write(401, _JSON, _problem("this path needs its key as a bearer token"))
+            return
+        if way.model:
+            changed = _turn_body(body, way.model)
+            if changed is None:
+                write(404, _JSON, _problem("a body is a JSON object whose model is that of the episode"))
+                return
+            body = changed
+        request = SendRequest(method, f"{way.base_path}{slash}{route}", body, headers, timeout_s=IDLE_S)
+        self._deliver(way, write, *self._send(request))
 
-    def send(self, request: SendRequest) -> tuple[int, str, bytes]:
+    def _send(self, request: SendRequest) -> tuple[int, str, bytes]:
         try:
             reply = self._calls.send(request)
         except StrataError as error:
             return 503, _JSON, _problem(error.message)
-        base = request.path.removesuffix("/chat/completions").removesuffix("/completions")
-        if (found := _REPLY_ID.search(reply.content)) is not None and base in self._delivered:
-            self._delivered[base].add(found[1].decode())
         return reply.status_code, reply.headers.get("content-type", _JSON), reply.content
+
+    def _deliver(self, way: _Way, write: Write, status: int, media_type: str, content: bytes) -> None:
+        found = None if _STREAM_ERROR in content else _REPLY_ID.search(content)
+        with self._changed:
+            way.writing += 1
+        written = False
+        try:
+            write(status, media_type, content)
+            written = True
+        finally:
+            with self._changed:
+                way.writing -= 1
+                if written and found is not None:
+                    way.delivered.add(found[1].decode())
+                self._changed.notify_all()
+
+
+def _turn_body(body: bytes, model: str) -> bytes | None:
+    """The body of one turn of an episode, with a seed of its own; None if it is none for this model.
+
+    With one seed for all turns, token k of each would be drawn with the same random number.
+    """
+    try:
+        asked = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    if not isinstance(asked, dict) or asked.get("model") != model:
+        return None
+    seed = asked.get("seed")
+    if isinstance(seed, int):
+        asked["seed"] = derive_seed("turn", seed, sha256_hex(msgspec.json.encode(_without_ids(asked))))
+    # Written anew: the server reads what was compared here.
+    return msgspec.json.encode(asked)
+
+
+def _without_ids(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_ids(each) for name, each in value.items() if name not in _IDS}
+    return [_without_ids(each) for each in value] if isinstance(value, list) else value
 
 
 @contextmanager
-def loopback_relay(calls: ServerCalls) -> Iterator[str]:
-    """The address of the server's completions for a program that is given it, until the block ends."""
+def loopback_relay(calls: ServerCalls) -> Iterator[RelayAddress]:
+    """The address of the server's completions, and the key to it, for a program that is given both, until the block
+    ends. An address is in arguments, which all users of the machine see."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         relay = Relay(calls, listener)
         try:
-            path = relay.new_path()
-            relay.lead(path, COMPLETIONS)
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}{path}"
+            key = secrets.token_urlsafe(16)
+            relay.lead(COMPLETIONS, COMPLETIONS, key=key)
+            yield RelayAddress(f"http://127.0.0.1:{listener.getsockname()[1]}{COMPLETIONS}", key)
         finally:
             relay.close()
 
@@ -151,11 +233,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _relay(self, body: bytes) -> None:
         headers = {name: value for name in _PASSED if (value := self.headers.get(name)) is not None}
-        request = self.server.relay.request_for(self.command, self.path, body, headers)
-        if request is None:
-            self._reply(404, _JSON, _problem("there is nothing at this path"))
-            return
-        self._reply(*self.server.relay.send(request))
+        key = self.headers.get("Authorization", "")
+        self.server.relay.answer(self.command, self.path, body, headers, key, self._reply)
 
     def _reply(self, status: int, media_type: str, content: bytes) -> None:
         self.send_response(status)

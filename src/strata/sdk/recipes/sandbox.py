@@ -20,7 +20,7 @@ from strata.fleet import seccomp
 from strata.fleet.bubblewrap import PROGRAMS, link_chain, load_filter, namespace_options
 
 _SYSTEM: Final = ("usr", "bin", "sbin", "lib", "lib32", "lib64")
-_ETC: Final = ("alternatives", "hosts", "ld.so.cache", "localtime", "nsswitch.conf", "ssl")
+_ETC: Final = ("alternatives", "hosts", "ld.so.cache", "localtime", "nsswitch.conf", "ssl/certs", "ssl/openssl.cnf")
 _NOBODY: Final = "65534"
 TMP: Final = "/tmp"  # noqa: S108 - of the process alone
 TMP_BYTES: Final = 256 << 20

@@ -1,7 +1,7 @@
 """Evaluation on tasks of lm-eval while a model trains: its command, environment, time limit, and how scores are read.
 
 lm-eval runs in a process of its own, that of any interpreter which has it, and asks the server's completions through
-a relay. It gets no key.
+a relay. It gets no key of the server.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def run_tasks(evaluation: RecipeEvaluation, place: TaskPlace, model: str, out: P
     folder `out`."""
     shutil.rmtree(out, ignore_errors=True)
     private_folder(out)
-    with loopback_relay(place.calls) as url:
-        command = _command(evaluation, place, model, url, out)
-        _run(command, out, evaluation.task_timeout_s)
+    with loopback_relay(place.calls) as relay:
+        command = _command(evaluation, place, model, relay.url, out)
+        _run(command, relay.key, out, evaluation.task_timeout_s)
     return read_scores(out, evaluation.tasks)
 
 
@@ -129,7 +129,7 @@ def _command(evaluation: RecipeEvaluation, place: TaskPlace, model: str, url: st
     return command
 
 
-def _run(command: Sequence[str], out: Path, timeout_s: float) -> None:
+def _run(command: Sequence[str], key: str, out: Path, timeout_s: float) -> None:
     passed = {
         name: value
         for name, value in process_environment().items()
@@ -139,8 +139,8 @@ def _run(command: Sequence[str], out: Path, timeout_s: float) -> None:
     with log_file.open("wb") as log:
         process = subprocess.Popen(
             [*TIED_COMMAND, *command],
-            # The relay wants no key, and lm-eval's client insists on one.
-            env={**passed, "OPENAI_API_KEY": "none", "TOKENIZERS_PARALLELISM": "false"},
+            # The relay's, which is worth nothing after this process: lm-eval's client reads a key nowhere else.
+            env={**passed, "OPENAI_API_KEY": key, "TOKENIZERS_PARALLELISM": "false"},
             cwd=out,
             stdin=subprocess.DEVNULL,
             stdout=log,
