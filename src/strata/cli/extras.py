@@ -13,6 +13,7 @@ DISTRIBUTION: Final = "strata-train"
 COMPOSED: Final = ("all", "demo", "dev")
 """Extras that are made of others: a missing package is explained by the one that is about it."""
 IRREGULAR: Final[Mapping[str, str]] = {
+    "PIL": "pillow",
     "backports": "backports-zstd",
     "google": "protobuf",
     "grpc": "grpcio",

@@ -48,6 +48,7 @@ from strata.train.core.facts import (
     SnapshotRejected,
 )
 from strata.train.core.future import OPEN, OperationFuture
+from strata.train.core.router_replay import wants_router_replay
 from strata.train.core.sampling import SampleOperation
 from strata.train.core.sequence import SequenceWindow
 from strata.train.core.state import (
@@ -167,6 +168,9 @@ def _add_sampler(
 ) -> None:
     """Adds nothing if there is one of this name: the operation is refused when it is dispatched."""
     opened = operation.weights if isinstance(operation, ops.OpenSampler) else None
+    is_inflight = isinstance(operation, ops.SaveSampler) and operation.inflight
+    model = state.models.get(model_id)
+    replays = model is not None and wants_router_replay(model.create.user_metadata)
     sampler = SamplerState(
         operation.sampler_id,
         fact.tenant,
@@ -174,8 +178,8 @@ def _add_sampler(
         base,
         opened.path if opened is not None else None,
         used=state.turns,
-        model_id=model_id,
-        inflight=isinstance(operation, ops.SaveSampler) and operation.inflight,
+        model_id=model_id if is_inflight or replays else "",
+        inflight=is_inflight,
     )
     state.samplers.setdefault(sampler.sampler_id, sampler)
 

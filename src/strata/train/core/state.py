@@ -210,7 +210,7 @@ class SamplerState(msgspec.Struct, omit_defaults=True):
     folder: str = msgspec.field(default_factory=str)
     """The folder of the checkpoint that it was opened from. It keeps it even if another one gets the same name."""
     model_id: str = ""
-    """The model whose weights it has; empty for the base."""
+    """The model whose weights it has, if they are in flight or its routing is replayed."""
     inflight: bool = False
     """Whether it has those that the in-flight samplers of that model share."""
 
