@@ -169,7 +169,7 @@ async def test_a_grammar_ends_with_its_limit_in_a_process_of_its_own(tries: Trie
 @pytest.mark.attack(AREA, "ids of rollout sessions that lead elsewhere, and modes that are none")
 async def test_hostile_sessions_are_not_there(site: Site, tries: Tries) -> None:
     sessions = "/v1/rollout_sessions"
-    for name in ("..", "rollout_..", "rollout_%2e%2e", "rollout_a%2fb", "rollout_" + "a" * 100, "rollout_A", "%00"):
+    for name in ("%2e%2e", "rollout_..", "rollout_%2e%2e", "rollout_a%2fb", "rollout_" + "a" * 100, "rollout_A", "%00"):
         tries(3)
         body = {"model": BASE, "messages": CHAT}
         for method, path, sent in (("GET", "", None), ("DELETE", "", None), ("POST", "/chat/completions", body)):

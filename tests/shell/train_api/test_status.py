@@ -151,6 +151,7 @@ def test_the_metrics_are_those_of_the_documentation(site: ApiContext) -> None:
     assert {name for name in documented if documented[name]} - {name for name in labels if labels[name]} <= {
         "strata_train_snapshots_total", "strata_train_queue_length", "strata_train_engine_ready",
         "strata_train_engine_starts", "strata_train_routed_samples_total", "strata_train_returned_samples_total",
+        "strata_train_unroutable_samples_total",
         "strata_train_device_turns_total",
     }  # fmt: skip
 
