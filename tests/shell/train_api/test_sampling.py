@@ -107,7 +107,8 @@ async def test_a_sampler_is_the_model_as_it_was_at_its_place(server: Server) -> 
         logprobs.append(told["sequences"][0]["logprobs"][0])
     assert logprobs[0] == logprobs[1] == np.float32(-1.0 - results[1]["metrics"]["weight"])
     assert logprobs[2] == -1.0
-    assert await alice.get(f"samplers/{saved}") == {"sampler_id": saved, "base_model": BASE, "model_path": path}
+    kept = {"sampler_id": saved, "base_model": BASE, "model_path": path, "kind": "snapshot"}
+    assert await alice.get(f"samplers/{saved}") == kept
     assert (await alice.get(f"sessions/{session}"))["sampler_ids"] == [f"{session}:sample:0", saved, base]
 
 
